@@ -243,9 +243,3 @@ def test_weights_and_hidden_states_that_are_not_finite_are_refused(tmp_path: Pat
     model.save_pretrained(tmp_path / "src", max_shard_size="200KB")
     with pytest.raises(RequestError, match="hidden states become NaN"):
         run_through(tmp_path)
-
-
-def test_a_model_with_two_decoders_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "diffusion_gemma")
-    with pytest.raises(RequestError, match="several modules of routed experts"):
-        run_through(tmp_path)

@@ -158,23 +158,17 @@ def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: ob
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("key", "value"),
     [
-        {"auto_map": 5},
-        {"auto_map": ["tokenization_own.Own"]},
-        {"auto_map": {"AutoTokenizer": 5}},
-        {"tokenizer_class": 5},
-        {"tokenizer_class": "pipeline"},
-        {"added_tokens_decoder": 5},
-        {"bos_token": 5},
-        {"model_max_length": "long"},
+        *(("auto_map", value) for value in (5, ["tokenization_own.Own"], {"AutoTokenizer": 5})),
+        *(("tokenizer_class", value) for value in (5, "pipeline")),
+        ("added_tokens_decoder", 5),
+        ("bos_token", 5),
+        ("model_max_length", "long"),
     ],
-    ids=str,
 )
-def test_wrong_values_of_a_tokenizer_end_as_one_message(
-    src: Path, values: dict[str, object]
-) -> None:
-    change(src / "tokenizer_config.json", **values)
+def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, key: str, value: object) -> None:
+    change(src / "tokenizer_config.json", **{key: value})
     code, output = measure(src)
     assert code in (0, 2), output
 
