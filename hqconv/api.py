@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
-    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.stages import Progress
-    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionOptions
     from hqconv.verification.result import VerificationReport
@@ -293,10 +291,9 @@ def allocate(
     max_memory: str | int = "4GiB",
     max_gpu_memory: str | int | None = None,
     threads: int | None = None,
-    on_plan: Callable[[Candidates, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Unpack[ConversionArguments],
-) -> AllocationReport:
+) -> dict[str, Any]:
     """Choose a schema for each GEMM of each MoE layer by measured losses within a budget, and write a recipe.
 
     The model runs once over the text `calibrate`, `builtin` if none is given. Every candidate is quantized as `convert`
@@ -305,18 +302,19 @@ def allocate(
     An earlier recipe is replaced. size: bytes of the experts' tensors on all ranks, padding included, or text such as
     "120GB"; bits: the same as mean bits for each weight of the experts, to two decimals. One of the two is needed.
     candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
-    on_plan: called with the candidates and the recipe's path before the measurement.
     src, revision, options, device, max_memory, max_gpu_memory, threads, progress: as of `convert`.
     Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
     from hqconv.conversion import option_values as values
-    from hqconv.planning.allocation import plan_candidates
     from hqconv.planning.spec import ConversionOptions
     from hqconv.schemas.weight_schema import PRESETS
-    from hqconv.sources.opening import open_source, without_gc
+    from hqconv.sources.opening import open_source
 
     if unknown := options.keys() & set(_NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    if (size is None) == (bits is None):
+        what, expected = "An allocation needs one budget.", "either --size or --bits"
+        raise RequestError(what, where="--size, --bits", expected=expected)
     names = candidates.split(",") if isinstance(candidates, str) else candidates
     names = None if names is None else [name.strip() for name in names]
     size_bytes = None if size is None else values.parse_bytes(size, "--size")
@@ -337,14 +335,12 @@ def allocate(
     resources = values.resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
     with open_source(src, revision) as source:
-        with without_gc():
-            target = values.choose_target(parsed, source, resources.device_name)
-            planned = plan_candidates(parsed, names, source, target)
+        target = values.choose_target(parsed, source, resources.device_name)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
         place = values.check_places(source.place, Path(name if out is None else out))
-        if on_plan is not None:
-            on_plan(planned, place)
-        return run(source, planned, (size_bytes, bits), given, place, resources, progress)
+        return run(
+            source, parsed, target, names, size_bytes, bits, given, place, resources, progress
+        )
 
 
 @_checked
