@@ -11,9 +11,9 @@ from hqconv.errors import InputError, first_few, plural
 from hqconv.models.config_facts import DRAFT_LAYERS_KEYS, is_draft
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
-from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source, read_tensor
+from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.planning.checks import check_matrix_scales
 from hqconv.planning.notices import source_notices
 from hqconv.schemas.dtypes import FLOATS
@@ -30,7 +30,7 @@ _NORM = re.compile(r"\w*norm\w*\.(?:weight|bias)")
 
 def header_findings(source: Source, experts: ExpertMap) -> Iterator[Finding]:
     """Yield what names, shapes, config and scales of whole matrices tell."""
-    for text in (*experts.config_warnings, *source_notices(source, experts)):
+    for text in source_notices(source, experts):
         yield Finding("config", text[:1].upper() + text[1:], is_damage=False)
     try:
         for text in check_matrix_scales(source, experts.layers):
@@ -108,7 +108,7 @@ def _count(text: Mapping[str, Any], keys: Iterable[str]) -> int:
 
 def _of_loaders(source: Source, layer: MoeLayer) -> Iterator[Finding]:
     """Yield what loaders are known to do, without an error, to checkpoints of this form."""
-    method, parts = (source.quantization or {}).get("quant_method"), layer.parts["w2"]
+    method, parts = (source.quantization or {}).get("quant_method"), layer.slices["w2"]
     is_nvfp4 = layer.format.of("w2").b_dtype == "float4e2m1" and "scale_2" in parts
     is_single = not parts["weight"].is_stacked
     has_some = any(layer.input_scales.refs.values())

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hqconv.checkup.findings import Finding
-from hqconv.formats.source_matrix import SourceMatrix
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]

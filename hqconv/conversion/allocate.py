@@ -27,7 +27,7 @@ from hqconv.conversion.encode_batch import Batch, split_unit
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import printable_line
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import FileKind, output_file
 from hqconv.io.pipeline import pipeline

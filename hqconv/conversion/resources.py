@@ -226,7 +226,7 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     )
     numbers = math.prod(encoding.shapes["w2"])
     stored = _stored_bytes(planned)
-    is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
+    is_viewed = any(not p.is_run for parts in layer.slices.values() for p in parts.values())
     schemas = encoding.schema.each
     if encoding.conversion == QUANTIZED:
         widened = 0 if layer.dtype == "BF16" else numbers * 4

@@ -5,8 +5,6 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     Decoded,
@@ -16,16 +14,15 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, skipped_names, when
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import Rule, always, quant_method, skipped_names, when
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 
 _BLOCK = (128, 128)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 KEYS = Keys(
-    "group_size weight_block_size ignored_layers modules_to_not_convert ignore",
-    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo",
+    "group_size weight_block_size ignored_layers modules_to_not_convert ignore "
+    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo"
 )
 
 
@@ -58,7 +55,6 @@ class Int4Pairs(Encoding):
     name = "int4_pairs"
     part_names = _SCALE_NAMES
     b_dtype = "uint4"
-    columns_per_element = Fraction(2)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         fmt, n, k = matrix.fmt, matrix.n, matrix.k

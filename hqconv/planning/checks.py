@@ -293,14 +293,14 @@ def _matrix_scales(
     for layer in layers if source.listing is None else ():
         parts = [
             (role, part)
-            for role in layer.parts
+            for role in layer.slices
             for part in ("scale", "scale_2")
-            if part in layer.parts[role]
+            if part in layer.slices[role]
         ]
         for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
             divides, is_stacked = (
                 layer.format.of(role).divides(part),
-                layer.parts[role][part].is_stacked,
+                layer.slices[role][part].is_stacked,
             )
             for expert, of_role in enumerate(layer.sources):
                 ref = of_role[role][part]

@@ -19,7 +19,6 @@ from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
-from hqconv.models.halves import halves_notices
 from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec
@@ -44,7 +43,7 @@ def request_warnings(
 
     config: the source's config.json.
     """
-    warnings = [*experts.config_warnings, *_rounding_warnings(experts, spec)]
+    warnings = [*_rounding_warnings(experts, spec)]
     warnings += _search_warnings(experts, spec)
     warnings += _order_warnings(experts, spec)
     warnings += _dtype_warnings(experts, spec)
@@ -231,7 +230,6 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    notices += halves_notices(checkpoint, experts.layers)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)

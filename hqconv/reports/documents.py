@@ -202,12 +202,7 @@ def describe_source(checkpoint: Source) -> Document:
         "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
         "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
         "tp_obstacles": obstacles,
-        "warnings": [
-            *experts.config_warnings,
-            *source_notices(checkpoint, experts),
-            *refused[:1],
-            *notices,
-        ],
+        "warnings": [*source_notices(checkpoint, experts), *refused[:1], *notices],
     }
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.expert_reader import ExpertReader
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
     from hqconv.layout_decoder.decode import DecodedStack
 
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
@@ -157,7 +157,7 @@ class ArtifactSource(SafetensorsSource):
             layer,
             format=self.format_of(name),
             dtype=parts["w2"]["weight"].dtype,
-            parts=parts,
+            slices=parts,
             sources=sources,
             input_scales=self._input_scales(name),
         )
@@ -275,7 +275,7 @@ class ArtifactSource(SafetensorsSource):
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
     ) -> SourceMatrix:
-        from hqconv.formats.source_matrix import SourceMatrix, resized
+        from hqconv.formats.encoding import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
         from hqconv.quantization.hadamard import rotate

@@ -17,8 +17,8 @@ from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import ConfigSizes, config_sizes
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
-from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
+from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
@@ -321,7 +321,7 @@ def _with_stacks(layer: MoeLayer, gguf: GgufLayer) -> MoeLayer:
     )
     own_format = SourceFormat(f"gguf {'+'.join(types)}", GGUF)
     return replace(
-        layer, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources
+        layer, format=own_format, dtype=parts["w2"]["weight"].dtype, slices=parts, sources=sources
     )
 
 

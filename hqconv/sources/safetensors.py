@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
 
 _NUM_THREADS = (
     8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
@@ -418,14 +418,14 @@ def decoded_expert(
     layer: MoeLayer, expert: int, roles: Sequence[str], read: Callable[[TensorRef], torch.Tensor]
 ) -> dict[str, SourceMatrix]:
     """Decode projections of one expert. read: gives a tensor in its stored dtype; a shared one is read once."""
-    from hqconv.formats.source_matrix import decode_matrix
+    from hqconv.formats.encoding import decode_matrix
 
     read_once = functools.cache(read)
     matrices = {}
     for role in roles:
         parts, names = {}, {}
         for part, ref in layer.sources[expert][role].items():
-            tensor_slice = layer.parts[role][part]
+            tensor_slice = layer.slices[role][part]
             whole = read_once(ref)
             parts[part] = whole if tensor_slice.is_run else _cut(whole, tensor_slice.view)
             names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name

@@ -80,7 +80,7 @@ def check_accounting(
 
 def _is_known_by_names(layer: MoeLayer) -> bool:
     """Return whether the layer came from a checkpoint, whose tensors lie in the layer's module."""
-    templates = (part.template for parts in layer.parts.values() for part in parts.values())
+    templates = (part.template for parts in layer.slices.values() for part in parts.values())
     inside = any(template.startswith(f"{layer.name}.") for template in templates)
     return inside or layer.format.of("w2").encoding not in KNOWN_BY_SOURCE
 
@@ -159,7 +159,7 @@ def source_tensors(layer: MoeLayer) -> dict[str, TensorRef]:
         part.template.format(expert=e): TensorRef(
             part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0
         )
-        for parts in layer.parts.values()
+        for parts in layer.slices.values()
         for part in parts.values()
         for e in (range(1) if part.is_stacked else range(layer.num_experts))
     }

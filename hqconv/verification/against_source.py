@@ -480,7 +480,7 @@ def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
     """Check that gate, up and down are the GGUF tensors of these names."""
     for name in artifact.layers:
         with suppress(VerificationError):  # reported already
-            for role, parts in artifact.moe_layer(name).parts.items():
+            for role, parts in artifact.moe_layer(name).slices.items():
                 template = parts["weight"].template
                 if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
                     where = f"{names.MANIFEST}: {name}: source_parts: {role}"

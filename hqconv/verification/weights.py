@@ -374,7 +374,7 @@ def _working_bytes(layer: MoeLayer, schema: LayerSchema, quantizer: str) -> int:
     numbers = stored_size(layer.intermediate_size, schema) * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
-    weights = [parts["weight"] for parts in layer.parts.values()]
+    weights = [parts["weight"] for parts in layer.slices.values()]
     source += (
         6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
     )

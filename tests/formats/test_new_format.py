@@ -17,8 +17,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.formats import encoding, quant_config
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import Decoded, Encoding, MatrixHeaders, StoredMatrix, StoredTensor
-from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.quant_config import declared_formats
+from hqconv.formats.quant_config import Rule, always, declared_formats, skipped_names
 from hqconv.formats.source_format import SourceFormat
 from tests.make import conversions
 from tests.make.formats import FormatSpec, Written, write

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError, RequestError
+from hqconv.formats.encoding import decode_matrix
 from hqconv.formats.source_format import SourceFormat, why_not_direct
-from hqconv.formats.source_matrix import decode_matrix
 from hqconv.humming_ops import cpu_ops
 from hqconv.quantization.bit_codec import (
     pack,
@@ -371,8 +371,8 @@ def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
     ("state", "message"),
     [
         (b"{", "cannot be read"),
-        (b"[]", "not complete"),
-        (b'{"quant_type": "nf4"}', "not complete"),
+        (b"[]", "cannot be read"),
+        (b'{"quant_type": "nf4"}', "cannot be read"),
         (b'{"quant_type":"nf4","blocksize":-64,"dtype":"float32","shape":[8,64]}', "blocksize"),
         (b'{"quant_type":"fp4","blocksize":64,"dtype":"float32","shape":[8,64]}', "quant_type"),
         (b'{"quant_type":"nf4","blocksize":64,"dtype":"float32","shape":[64,8]}', "shape"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hqconv.errors import InputError
+from hqconv.formats.encoding import decode_matrix, resolve_format
 from hqconv.formats.quant_config import declared_formats
-from hqconv.formats.source_matrix import decode_matrix, resolve_format
 from hqconv.schemas.tensors import TensorSpec
 from tests.make import configs
 from tests.make.configs import Json

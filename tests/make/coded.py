@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hqconv.formats.encoding import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.source_format import ANY, SourceFormat
-from hqconv.formats.source_matrix import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema

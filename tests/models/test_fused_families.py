@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-import hqconv.models.family_choice
+import hqconv.models.tensor_names
 from hqconv.errors import InputError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_MODEL_TYPE, Stack
@@ -217,7 +217,7 @@ def test_a_wrong_row_is_refused_or_seen(
     row = BY_MODEL_TYPE[model_type]
     wrong = dataclasses.replace(row, stacks=tuple(map(CHANGES[change], row.stacks)))
     monkeypatch.setattr(
-        hqconv.models.family_choice, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong}
+        hqconv.models.tensor_names, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong}
     )
     model = save_family(tmp_path, model_type, inner=inner)
     layer, _, module = moe_layers(model)[0]
@@ -308,7 +308,7 @@ def assert_same_in_memory(model: nn.Module, folder: Path) -> Read:
     for name, is_original in (("disk", True), ("memory", False)):
         model.save_pretrained(folder / name, save_original_format=is_original)
     released, fused = read(folder / "disk"), read(folder / "memory")
-    stacks = [part for layer in fused.found.layers for part in layer.parts["w2"].values()]
+    stacks = [part for layer in fused.found.layers for part in layer.slices["w2"].values()]
     assert stacks
     assert all(part.is_stacked for part in stacks)
     for ours, theirs in zip(fused.found.layers, released.found.layers, strict=True):

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.formats.source_format import REQUANTIZED, conversion_of, why_not_direct
-from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.io.gguf_header import read_header
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source

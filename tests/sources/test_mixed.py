@@ -330,6 +330,6 @@ def test_an_expert_in_another_form_than_its_config_says(tmp_path: Path) -> None:
         return {**kept, f"{one}weight": torch.zeros(256, 384, dtype=torch.bfloat16)}
 
     rewrite(written.folder, change)
-    with pytest.raises(InputError, match="mixes formats") as caught:
+    with pytest.raises(InputError, match="not like those of expert 0") as caught:
         conversions.run(written.folder, tmp_path / "out", "int4")
-    assert (caught.value.where, caught.value.found) == (f"{one}weight", "weight BF16")
+    assert (caught.value.where, caught.value.found) == (f"{one}weight", "BF16 [256, 384]")
