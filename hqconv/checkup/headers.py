@@ -16,9 +16,9 @@ from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.planning.checks import check_matrix_scales
 from hqconv.planning.notices import source_notices
+from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import LOADER_FAULTS
-from hqconv.schemas.model_config import text_config
 
 if TYPE_CHECKING:
     pass

@@ -64,6 +64,7 @@ def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
     `apply_rotation_hooks_from_config`).
     """
     refuse_spinquant(config)
+    usual = always(_format(config))
     exact: dict[str, SourceFormat] = {}
     patterns: list[Rule] = []
     for key, overrides in config.tables("extra_config"):
@@ -77,7 +78,7 @@ def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
         ends = (".".join(components[start:]) for start in range(len(components)))
         return next((exact[end] for end in ends if end in exact), None)
 
-    return [by_name, *patterns, *_outside_blocks(config), always(_format(config))]
+    return [by_name, *patterns, *_outside_blocks(config), usual]
 
 
 def _outside_blocks(config: ConfigReader) -> Iterator[Rule]:

@@ -71,8 +71,9 @@ def parse_fp8(config: ConfigReader, text: Text) -> list[Rule]:
     their method.
     """
     skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
-    overrides = list(dynamic_rules(config, _dense))
-    return [skipped, *_routed_experts(config, text), *overrides, always(_dense(config))]
+    usual = always(_dense(config))
+    overrides = dynamic_rules(config, _dense)
+    return [skipped, *_routed_experts(config, text), *overrides, usual]
 
 
 def _dense(config: ConfigReader) -> SourceFormat:

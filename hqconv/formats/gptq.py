@@ -67,11 +67,12 @@ def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
     (`_setup_rotation_online_had` of models/loader.py).
     """
     config.text("method", ("gptq",), "gptq")
+    usual = always(gptq_format(config))
     rules = list(dynamic_rules(config, gptq_format))
     if names := _modules_to_quantize(config):
         is_quantized = containing(names)
         rules.append(when(lambda module: not is_quantized(module)))
-    return [*rules, always(gptq_format(config))]
+    return [*rules, usual]
 
 
 def _modules_to_quantize(config: ConfigReader) -> list[str]:
@@ -139,7 +140,8 @@ def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
     if config.get("backend") == "llm-awq":
         raise config.unsupported("backend", "autoawq")
     skipped = when(on_path(config.names("modules_to_not_convert")))
-    return [skipped, *dynamic_rules(config, awq_format), always(awq_format(config))]
+    usual = always(awq_format(config))
+    return [skipped, *dynamic_rules(config, awq_format), usual]
 
 
 def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:

@@ -71,11 +71,12 @@ def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     substrings = [entry for entry in ignored if not entry.startswith("re:")]
     patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
     default = _default(config)
+    usual = always(_layer_format(default))
     return [
         when(containing(substrings)),
         when(regex_matcher(patterns, config.where(key))),
         *_exceptions(config, default),
-        always(_layer_format(default)),
+        usual,
     ]
 
 

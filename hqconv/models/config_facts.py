@@ -10,8 +10,8 @@ from hqconv.errors import InputError, RequestError, first_few
 from hqconv.models.families import INDEX, TOP_K_KEYS, Family
 from hqconv.models.tensor_names import FamilyChoice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers, may_change
+from hqconv.schemas.artifact_names import Config
 from hqconv.schemas.grid import MAX_SIZE
-from hqconv.schemas.model_config import Config
 
 Size = tuple[str, int]  # the config key of a value, "" if from shapes, and the value
 REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."

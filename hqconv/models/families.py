@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hqconv.schemas.model_config import Config, text_config
+from hqconv.schemas.artifact_names import Config, text_config
 
 # Paths of decoder layers: alone, inside a multimodal wrapper (before and since transformers 5), saved
 # without a head, and in multi-token-prediction modules with their own numbers.

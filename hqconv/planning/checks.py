@@ -18,10 +18,9 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 

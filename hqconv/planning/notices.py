@@ -23,10 +23,10 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.artifact_names import text_config
+from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 

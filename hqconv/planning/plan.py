@@ -46,11 +46,10 @@ from hqconv.planning.output_units import (
 from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import GPUS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.options import assign
 from hqconv.schemas.tensors import TensorRef
 

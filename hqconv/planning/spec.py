@@ -15,11 +15,10 @@ from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.artifact_names import GEMMS, text_config
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import (
     GPTQ,
     ConversionArguments,

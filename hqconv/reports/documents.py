@@ -65,12 +65,11 @@ from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.parts import Document
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import MANIFEST
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.artifact_names import MANIFEST, text_config
+from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
-from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.tensors import TensorRef

@@ -35,8 +35,7 @@ from hqconv.reports.parts import (
     table,
 )
 from hqconv.schemas.artifact_names import PROJECTIONS
-from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.model_config import attention_heads
+from hqconv.schemas.engine import ENGINE, attention_heads
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -28,9 +28,8 @@ from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
 from hqconv.models.source_protocol import MadeFiles, SourceFile
-from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
+from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE, text_config
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, unicode_name
 

@@ -34,7 +34,7 @@ from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.planning.notices import request_warnings, source_warnings
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.model_config import attention_heads
+from hqconv.schemas.engine import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers

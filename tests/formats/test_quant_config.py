@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.formats.config_reader import ConfigReader
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
 
@@ -202,38 +203,17 @@ MINIMAX_MXFP8 = {
 }
 FLOAT_TENSOR = weights(8, "float", "tensor")
 NVFP4 = ("float4e2m1", "float8e4m3", 1, 16, False, "tensor")
+# What tests.make.formats has no checkpoint of.
 FORMATS: dict[str, tuple[Json, SourceFormat]] = {
-    "deepseek_v3": (DEEPSEEK_V3, block_fp8("fp8")),
-    "deepseek_v3.1": (
-        DEEPSEEK_V4,
-        SourceFormat("fp8", "fp8", "float8e4m3", "float8e8m0", 128, 128, options=UE8M0),
-    ),
     "fp8 per tensor or channel": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         SourceFormat("fp8", "fp8", "", "", ANY, ANY),
-    ),
-    "fp8 e5m2": (
-        {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": None},
-        SourceFormat("fp8", "fp8", "float8e5m2", "", ANY, ANY),
     ),
     "fp8 in torch's words (MiniMax-M2)": (
         {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
         SourceFormat("fp8", "fp8", "float8e4m3", "", 128, 128),
     ),
-    "fbgemm": (
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-        SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0),
-    ),
-    "gpt_oss": (GPT_OSS, SourceFormat("mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32)),
     "kimi_k2": (KIMI_K2_THINKING, packed(4, 32)),
-    "packed, channel, asymmetric": (
-        compressed(weights(8, "int", "channel", symmetric=False)),
-        packed(8, 0, has_zero_point=True),
-    ),
-    "packed, g_idx": (
-        compressed(weights(4, "int", "group", group_size=128, actorder="group")),
-        packed(4, 128, is_permuted=True),
-    ),
     "packed, order undone": (
         compressed(weights(3, "int", "group", group_size=64, actorder="static")),
         packed(3, 64),
@@ -242,102 +222,20 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         compressed({"num_bits": 4, "type": "int", "group_size": -1}),
         packed(4, 0),
     ),
-    "int-quantized": (
-        compressed(weights(8, "int", "channel"), "int-quantized"),
-        SourceFormat("compressed-tensors int-quantized int8", "int8", "uint8"),
-    ),
     "int-quantized, 4 of 8 bits": (
         compressed(weights(4, "int", "group", group_size=32), "int-quantized"),
         SourceFormat("compressed-tensors int-quantized int4", "int8", "uint8", group_k=32),
-    ),
-    "naive int": (
-        compressed(weights(8, "int", "tensor"), "naive-quantized"),
-        SourceFormat("compressed-tensors naive-quantized int8", "int8", "uint8", "", 0, 0),
-    ),
-    "naive float": (
-        compressed(FLOAT_TENSOR, "naive-quantized"),
-        SourceFormat("compressed-tensors naive-quantized fp8", "fp8", "float8e4m3", "", 0, 0),
     ),
     "float-quantized channel, frozen": (
         compressed(weights(8, "float", "channel"), "float-quantized", quantization_status="frozen"),
         SourceFormat("compressed-tensors float-quantized fp8", "fp8", "float8e4m3", "", 1, 0),
     ),
-    "float-quantized block": (
-        compressed(weights(8, "float", "block", block_structure=[128, 64]), "float-quantized"),
-        SourceFormat("compressed-tensors float-quantized fp8", "fp8", "float8e4m3", "", 128, 64),
-    ),
-    "nvfp4-pack-quantized": (
-        compressed(weights(4, "float", "tensor_group", group_size=16), "nvfp4-pack-quantized"),
-        SourceFormat("compressed-tensors nvfp4-pack-quantized", "nvfp4", *NVFP4),
-    ),
-    "mxfp4-pack-quantized": (
-        compressed(weights(4, "float", "group", group_size=32), "mxfp4-pack-quantized"),
-        SourceFormat(
-            "compressed-tensors mxfp4-pack-quantized", "mxfp4", "float4e2m1", "float8e8m0", 1, 32
-        ),
-    ),
-    "mxfp8-quantized": (
-        compressed(weights(8, "float", "group", group_size=32), "mxfp8-quantized"),
-        SourceFormat(
-            "compressed-tensors mxfp8-quantized", "mxfp8", "float8e4m3", "float8e8m0", 1, 32
-        ),
-    ),
-    "mxfp6-pack-quantized": (
-        compressed(weights(6, "float", "group", group_size=32), "mxfp6-pack-quantized"),
-        SourceFormat(
-            "compressed-tensors mxfp6-pack-quantized", "mxfp6", "float6e2m3", "float8e8m0", 1, 32
-        ),
-    ),
-    "w4afp8": (
-        {"quant_method": "w4afp8", "group_size": 128, "ignored_layers": ["lm_head"]},
-        SourceFormat("w4afp8 int4", "int4_pairs", "uint4", "", 1, 128),
-    ),
-    "auto-round mxfp8": (
-        {
-            **AUTO_ROUND,
-            "data_type": "mx_fp",
-            "bits": 8,
-            "group_size": 32,
-            "packing_format": "auto_round:mx_fp",
-        },
-        SourceFormat("auto-round mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
-    ),
-    "auto-round nvfp4": (
-        {
-            **AUTO_ROUND,
-            "data_type": "nv_fp4",
-            "group_size": 16,
-            "packing_format": "auto_round:llm_compressor",
-        },
-        SourceFormat("auto-round nvfp4", "nvfp4", *NVFP4),
-    ),
-    "gptqmodel fp8": (
-        {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"},
-        SourceFormat(
-            "gptqmodel fp8", "fp8", "float8e4m3", "", ANY, ANY, options=(("scale_inverted", True),)
-        ),
-    ),
-    "modelopt mxfp4": (
-        modelopt("W4A8_MXFP4_FP8", group_size=32),
-        SourceFormat("modelopt mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32),
-    ),
-    "modelopt int8": (modelopt("W8A16"), SourceFormat("modelopt int8", "int8", "uint8")),
     "dense": (compressed(FLOAT_TENSOR, "dense"), PLAIN),
     "decompressed": (compressed(FLOAT_TENSOR, quantization_status="decompressed"), PLAIN),
-    "gptq": (GPTQ, gptq("gptq int4", 4, 128)),
-    "gptq v2, asymmetric": (
-        {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False, "bits": 3},
-        gptq("gptq int3", 3, 128, offset=0, has_zero_point=True),
-    ),
-    "gptq, ordered": (
-        {**GPTQ, "desc_act": True},
-        gptq("gptq int4", 4, 128, order=True, is_permuted=True),
-    ),
     "gptq, ordered in one group": (
         {**GPTQ, "desc_act": True, "group_size": -1},
         gptq("gptq int4", 4, 0, order=True),
     ),
-    "mxfp4 experts in fp8 (MiMo-V2.6)": (MIMO, SourceFormat("mxfp4", "mxfp4", *MXFP4)),
     "mxfp4 experts in fp8, by the dtype alone": (
         {**DEEPSEEK_V3, "store_dtype": "mxfp4"},
         SourceFormat("mxfp4", "mxfp4", *MXFP4),
@@ -346,24 +244,12 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         {**DEEPSEEK_V3, "routed_experts_quant_method": "mxfp4"},
         SourceFormat("mxfp4", "mxfp4", *MXFP4),
     ),
-    "mxfp8 (MiniMax-M3)": (
-        MINIMAX_MXFP8,
-        SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
-    ),
-    "ascend": (
-        {"quant_method": "ascend", "quantize": "w8a8_dynamic"},
-        SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
-    ),
     "ascend, by a description": (
         {
             "quant_method": "ascend",
             "modules": {"model.layers.*.mlp.experts.*.gate_proj": "W8A8_DYNAMIC"},
         },
         SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
-    ),
-    "awq": (
-        {**AWQ, "modules_to_not_convert": None},
-        SourceFormat("awq int4", "awq", "uint4", group_k=128, has_zero_point=True),
     ),
     "awq, old names, symmetric": (
         {
@@ -385,7 +271,6 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         },
         SourceFormat("awq int4", "awq", "uint4", group_k=32),
     ),
-    "auto-round": (AUTO_ROUND, gptq("auto-round (gptq packing) int4", 4, 128)),
     "auto-round, zeros as they are": (
         {**AUTO_ROUND, "packing_format": "auto_round:gptqmodel", "sym": False},
         gptq("auto-round (gptq packing) int4", 4, 128, offset=0, has_zero_point=True),
@@ -399,55 +284,19 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         },
         gptq("auto-round (gptq packing) int2", 2, 128, offset=0),
     ),
-    "auto-round, awq": (
-        {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},
-        SourceFormat(
-            "auto-round (awq packing) int4", "awq", "uint4", group_k=128, has_zero_point=True
-        ),
-    ),
-    "modelopt nvfp4, hf_quant_config": (
-        {
-            "producer": {"name": "modelopt", "version": "0.23.0"},
-            "quantization": {
-                "quant_algo": "NVFP4",
-                "kv_cache_quant_algo": "FP8",
-                "group_size": 16,
-                "exclude_modules": ["model.layers.0.self_attn*", "lm_head"],
-            },
-        },
-        SourceFormat("modelopt nvfp4", "nvfp4", *NVFP4),
-    ),
     "modelopt nvfp4, groups": (
         modelopt("nvfp4", config_groups=MODELOPT_GROUPS),
         SourceFormat("modelopt nvfp4", "nvfp4", *NVFP4),
     ),
-    "modelopt fp8": (modelopt("FP8"), SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 0, 0)),
     "modelopt fp8 channel": (
         modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
         SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 1, 0),
     ),
-    "modelopt fp8 blocks": (modelopt("fp8_pb_wo"), block_fp8("modelopt fp8 blocks")),
-    "modelopt mxfp8": (
-        modelopt("MXFP8"),
-        SourceFormat("modelopt mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
-    ),
     "modelopt, cache only": (modelopt(None, kv_cache_quant_algo="FP8"), PLAIN),
-    "bitnet": (
-        BITNET,
-        SourceFormat(
-            "bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", True),)
-        ),
-    ),
     "bitnet, auto": (
         {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "offline"},
         SourceFormat(
             "bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", False),)
-        ),
-    ),
-    "nf4": (
-        NF4,
-        SourceFormat(
-            "bitsandbytes nf4", "bnb4", "", "", ANY, ANY, options=(("quant_type", "nf4"),)
         ),
     ),
     "quark, unquantized weights": (quark(None), PLAIN),
@@ -1104,31 +953,13 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
 }
 SENSELESS: dict[str, tuple[Json, str]] = {
     "no method": ({}, "quant_method"),
-    "method of a wrong type": ({"quant_method": 4}, "quant_method"),
-    "negative block": ({**DEEPSEEK_V3, "weight_block_size": [-128, 128]}, "weight_block_size"),
-    "empty block": ({**DEEPSEEK_V3, "weight_block_size": [0, 128]}, "weight_block_size"),
-    "broken block": ({**DEEPSEEK_V3, "weight_block_size": [128.0, 128]}, "weight_block_size"),
-    "one-sided block": ({**DEEPSEEK_V3, "weight_block_size": [128]}, "weight_block_size"),
-    "block of truth": ({**DEEPSEEK_V3, "weight_block_size": [True, 128]}, "weight_block_size"),
-    "huge block": ({**DEEPSEEK_V3, "weight_block_size": [1 << 60, 128]}, "weight_block_size"),
-    "skip list": ({**DEEPSEEK_V3, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
     "gptq bits": ({**GPTQ, "bits": 16}, "bits"),
     "gptq no bits": ({"quant_method": "gptq", "group_size": 128}, "bits"),
     "gptq no group size": ({"quant_method": "gptq", "bits": 4}, "group_size"),
-    "gptq group size 0": ({**GPTQ, "group_size": 0}, "group_size"),
-    "gptq group size -2": ({**GPTQ, "group_size": -2}, "group_size"),
-    "gptq sym": ({**GPTQ, "sym": "yes"}, "sym"),
     "gptq dynamic": ({**GPTQ, "dynamic": {"+:.*": {"bits": 0}}}, "dynamic.+:.*.bits"),
-    "gptq dynamic type": ({**GPTQ, "dynamic": {"+:.*": 4}}, "dynamic.+:.*"),
     "gptq parts": ({**GPTQ, "modules_in_block_to_quantize": [[3]]}, "modules_in_block_to_quantize"),
-    "mxfp8 names": ({**MINIMAX_MXFP8, "ignored_layers": "lm_head"}, "ignored_layers"),
     "ascend says nothing": ({"quant_method": "ascend"}, "quantize"),
-    "ascend modules": ({"quant_method": "ascend", "modules": ["W8A8_DYNAMIC"]}, "modules"),
     "awq bits": ({**AWQ, "bits": 8}, "bits"),
-    "auto-round bits": (
-        {**AUTO_ROUND, "extra_config": {"a": {"bits": "4"}}},
-        "extra_config.a.bits",
-    ),
     "no groups": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         "config_groups",
@@ -1138,9 +969,6 @@ SENSELESS: dict[str, tuple[Json, str]] = {
         "config_groups.group_0.targets",
     ),
     "no bits": (compressed({"type": "int", "strategy": "channel"}), f"{WEIGHTS}.num_bits"),
-    "bits of truth": (compressed({**INT4, "num_bits": True}), f"{WEIGHTS}.num_bits"),
-    "9 bits": (compressed({**INT4, "num_bits": 9}), f"{WEIGHTS}.num_bits"),
-    "group size": (compressed({**INT4, "group_size": 0}), f"{WEIGHTS}.group_size"),
     "no group size": (compressed(weights(4, "int", "group")), f"{WEIGHTS}.group_size"),
     "dynamic weights": (compressed({**INT4, "dynamic": True}), f"{WEIGHTS}.dynamic"),
     "block without sizes": (
@@ -1163,34 +991,41 @@ SENSELESS: dict[str, tuple[Json, str]] = {
         {"quant_method": "humming", "b_dtype": "uint4", "group_size": 17},
         "group_size",
     ),
-    "humming group size": (
-        {"quant_method": "humming", "b_dtype": "uint4", "group_size": -64},
-        "group_size",
-    ),
     "humming block of one size": (
         {"quant_method": "humming", "b_dtype": "uint4", "scale_type": "block", "group_size": 64},
         "weight_scale_group_size_n",
     ),
     "humming no type": ({"quant_method": "humming"}, "b_dtype"),
     "quark no scheme": ({"quant_method": "quark"}, "global_quant_config"),
-    "quark group size": (
-        quark({**QUARK_MXFP4, "group_size": 0}),
-        "global_quant_config.weight.group_size",
-    ),
-    "quark negative group": (
-        quark({**QUARK_MXFP4, "group_size": -32}),
-        "global_quant_config.weight.group_size",
-    ),
     "quark group": (
         quark({"dtype": "int4", "qscheme": "per_group", "ch_axis": 1}),
         "global_quant_config.weight.group_size",
     ),
-    "quark block": (
-        quark({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (0, 128)}),
-        "global_quant_config.weight.block_size",
-    ),
     "quark stages": (quark([QUARK_MXFP4] * 3), "global_quant_config.weight"),
 }
+
+
+# Values of a key that no config may have, by the reader's method and its other arguments.
+WRONG: list[tuple[str, list[Any], tuple[Any, ...]]] = [
+    ("integer", ["4", 4.0, True, 0, 9, 1 << 70, None, [4]], (1, 8)),
+    ("flag", ["yes", 1, None], (None,)),
+    ("text", [4, True, ["a"], None], ()),
+    ("names", ["lm_head", [4], {"a": 1}, 4], ()),
+    ("pair", [[-128, 128], [0, 128], [128.0, 128], [128], [True, 128], [1 << 60, 128], None], ()),
+    ("group_size", [0, -2, "128", None], ()),
+    ("table", [["a"], 4, "a", None], ()),
+]
+
+
+@pytest.mark.parametrize(("method", "values", "rest"), WRONG, ids=[row[0] for row in WRONG])
+def test_values_of_the_wrong_type_or_size(
+    method: str, values: list[Any], rest: tuple[Any, ...]
+) -> None:
+    for value in values:
+        with pytest.raises(InputError) as caught:
+            getattr(ConfigReader({"key": value}, "config"), method)("key", *rest)
+        assert caught.value.where == "config.key", value
+        assert caught.value.expected
 
 
 def refusal(words: Mapping[str, Any], kind: type[HqconvError], key: str) -> str:
@@ -1270,11 +1105,30 @@ def mutations(words: Any) -> Iterator[Any]:
             yield {name: value for name, value in words.items() if name != key}
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "humming"])
+MUTATED: dict[str, Json] = {
+    "deepseek": {**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", "quantized_layers": {"a": {}}},
+    "mimo": MIMO,
+    "compressed-tensors": KIMI_K2_THINKING,
+    "mxfp4": GPT_OSS,
+    "mxfp8": MINIMAX_MXFP8,
+    "gptq": {**GPTQ, "dynamic": {"+:.*experts": {"bits": 8}, "-:.*gate": {}}},
+    "awq": AWQ,
+    "auto-round": {**AUTO_ROUND, "extra_config": {".*gate.*": {"bits": 8}}},
+    "auto-round mx": {**AUTO_ROUND, "data_type": "mx_fp", "packing_format": "auto_round:mx_fp"},
+    "modelopt": modelopt("nvfp4", config_groups=MODELOPT_GROUPS),
+    "quark": quark([QUARK_MXFP4], layer_quant_config={"*up*": {"weight": QUARK_MXFP4}}),
+    "bitnet": BITNET,
+    "bitsandbytes": NF4,
+    "w4afp8": {"quant_method": "w4afp8", "group_size": 128, "ignored_layers": ["lm_head"]},
+    "ascend": FORMATS["ascend, by a description"][0],
+    "humming": HUMMING,
+}
+
+
+@pytest.mark.parametrize("name", MUTATED)
 def test_no_value_ends_in_anything_but_a_format_or_our_error(name: str) -> None:
-    words = HUMMING if name == "humming" else FORMATS[name][0]
-    for other in mutations(words):
+    for config in mutations(MUTATED[name]):
         with contextlib.suppress(HqconvError):
-            form = declared_formats(other, {}).of(EXPERT)
-            hash(form)
-            assert min(form.group_n, form.group_k) >= ANY
+            fmt = declared_formats(config, {}).of(EXPERT)
+            hash(fmt)
+            assert min(fmt.group_n, fmt.group_k) >= ANY
