@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from hqconv.errors import RequestError
 from hqconv.formats.config_reader import COMMON, ConfigReader, Keys
 from hqconv.formats.quant_config import declared_formats, methods
 from tests.make.formats import FORMATS
+from tests.make.places import REPO
 from tests.make.published import load, paths
 
 Json = dict[str, Any]
@@ -263,178 +265,52 @@ def test_other_names_of_a_key_change_nothing(name: str, more: Json) -> None:
 # --- rotations ---------------------------------------------------------------------------------------------
 
 
-def quark(**algorithm: Any) -> Json:
-    return {**CONFIGS["quark-mxfp4"], "algo_config": [{"name": "gptq"}, algorithm]}
+# Of tests/data/quant_configs.json: name of CONFIGS, changes, and the key that is refused.
+DATA: dict[str, Any] = json.loads((REPO / "tests/data/quant_configs.json").read_text())
 
 
-def transform(*locations: str) -> Json:
-    scheme = {
-        "type": "hadamard",
-        "apply": [{"targets": ["Linear"], "location": place} for place in locations],
-    }
-    return {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": {"u": scheme}}}
-
-
-def ascend(**facts: Any) -> Json:
-    return {"quant_method": "ascend", "quantize": "w8a8_dynamic", **facts}
-
-
-AUTO_ROUND, GPTQ, MODELOPT = CONFIGS["auto-round"], CONFIGS["gptq-int4"], CONFIGS["modelopt-nvfp4"]
-FUSED_SPINS = {
-    "r1": True,
-    "r2": True,
-    "r3": False,
-    "r4": False,
-    "online_r1_rotation": False,
-    "algorithm": "spinquant",
-}
-FUSED_ROTATION = {
-    "name": "rotation",
-    "r1": True,
-    "r2": True,
-    "r3": False,
-    "r4": False,
-    "online_r1_rotation": False,
-}
-ONLINE: dict[str, tuple[Json, str]] = {
-    "auto-round": (
-        {**AUTO_ROUND, "rotation_config": {"block_size": 32, "hadamard_type": "hadamard"}},
-        "rotation_config",
-    ),
-    "auto-round, several": (
-        {**AUTO_ROUND, "rotation_configs": [{"algorithm": "hadamard"}]},
-        "rotation_configs",
-    ),
-    "auto-round, a module": (
-        {**AUTO_ROUND, "extra_config": {"a.b": {"rotation_config": {"block_size": 32}}}},
-        "extra_config.a.b.rotation_config",
-    ),
-    "auto-round, r4": (
-        {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "r4": True}},
-        "spinquant_config",
-    ),
-    "auto-round, r1": (
-        {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "online_r1_rotation": True}},
-        "spinquant_config",
-    ),
-    "auto-round, r1 by default": (
-        {**AUTO_ROUND, "spinquant_config": {"r1": True, "r4": False}},
-        "spinquant_config",
-    ),
-    "gptqmodel": ({**GPTQ, "rotation": "hadamard"}, "rotation"),
-    "gptqmodel, an adapter": ({**GPTQ, "adapter": {"name": "lora", "rank": 32}}, "adapter"),
-    "gptqmodel, a module": (
-        {**GPTQ, "dynamic": {"+:.*down": {"rotation": "hadamard"}}},
-        "dynamic.+:.*down.rotation",
-    ),
-    "gptqmodel awq": ({**CONFIGS["awq"], "rotation": "hadamard"}, "rotation"),
-    "gptqmodel fp8": ({**CONFIGS["fp8-gptqmodel"], "rotation": "hadamard"}, "rotation"),
-    "quark, r4": (quark(**{**FUSED_ROTATION, "r4": True}), "algo_config"),
-    "quark, r1": (quark(**{**FUSED_ROTATION, "online_r1_rotation": True}), "algo_config"),
-    "quark, layers": (
-        quark(
-            **FUSED_ROTATION,
-            online_config={"shared_parallel": False, "online_rotation_layers": ["a"]},
-        ),
-        "algo_config",
-    ),
-    "quark, r4 by default": (quark(name="rotation", r1=False), "algo_config"),
-    "quark, quarot": (quark(name="quarot"), "algo_config"),
-    "quark, a low-rank branch": (quark(name="svdquant", svd_rank=32), "algo_config"),
-    "quark, one object": (
-        {**CONFIGS["quark-mxfp4"], "algo_config": {"name": "rotation", "r4": True}},
-        "algo_config",
-    ),
-    "compressed-tensors": (transform("weight_input", "input"), "transform_config"),
-    "compressed-tensors, outputs": (transform("output"), "transform_config"),
-    "compressed-tensors, an unknown place": (transform("weight_middle"), "transform_config"),
-    "compressed-tensors, nothing said": (
-        {
-            **CONFIGS["ct-int4-g32"],
-            "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
-        },
-        "transform_config",
-    ),
-    "modelopt, scaled": ({**MODELOPT, "pre_quant_scale": True}, "pre_quant_scale"),
-    "modelopt, scaled in a group": (
-        {
-            **MODELOPT,
-            "config_groups": {"group_0": {"pre_quant_scale": True, "targets": ["Linear"]}},
-        },
-        "config_groups.group_0.pre_quant_scale",
-    ),
-    "modelopt, rotated": ({**MODELOPT, "rotate": {"enable": True}}, "rotate"),
-    "ascend, heads": (
-        ascend(metadata={"quarot": {"heads_rotation": {"layers": ["0"]}}}),
-        "metadata",
-    ),
-    "ascend, down": (
-        ascend(metadata={"quarot": {"kronecker_rotation": {"layers": ["1"]}}}),
-        "metadata",
-    ),
-    "ascend, a file": (
-        ascend(optional={"quarot": {"rotation_map": {"kronecker_rotation_m": "a"}}}),
-        "optional",
-    ),
-}
-FUSED: dict[str, Json] = {
-    "auto-round, nothing": {**AUTO_ROUND, "rotation_config": {}, "rotation_configs": None},
-    "auto-round": {**AUTO_ROUND, "spinquant_config": FUSED_SPINS},
-    "gptqmodel": {**GPTQ, "rotation": None},
-    "quark": quark(**FUSED_ROTATION),
-    "quark, others": {
-        **CONFIGS["quark-mxfp4"],
-        "algo_config": [{"name": "awq"}, {"name": "smooth"}, {"name": "gptq"}],
-    },
-    "quark, none": {**CONFIGS["quark-mxfp4"], "algo_config": None},
-    "compressed-tensors": transform("weight_input", "weight_output"),
-    "compressed-tensors, empty": {**CONFIGS["ct-int4-g32"], "transform_config": {}},
-    "modelopt": {**MODELOPT, "pre_quant_scale": False, "rotate": False},
-    "ascend": ascend(
-        optional={"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}},
-        is_rot_used=True,
-    ),
-    "ascend, no layers": ascend(
-        metadata={"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": []}}}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", DATA["online"])
 def test_inputs_that_are_rotated_at_run_time_are_refused(name: str) -> None:
-    config, key = ONLINE[name]
+    base, changes, key = DATA["online"][name]
     with pytest.raises(RequestError) as caught:
-        declared_formats(config, {})
+        declared_formats({**CONFIGS.get(base, {}), **changes}, {})
     assert caught.value.where == f"quantization_config.{key}"
     assert caught.value.expected
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", DATA["fused"])
 def test_rotations_that_are_fused_convert(name: str) -> None:
-    assert not declared_formats(FUSED[name], {}).of(EXPERT).is_float
+    base, changes = DATA["fused"][name]
+    assert not declared_formats({**CONFIGS.get(base, {}), **changes}, {}).of(EXPERT).is_float
 
 
 def test_a_fused_place_is_what_compressed_tensors_says() -> None:
     transforms = pytest.importorskip("compressed_tensors.transform")
     for place in transforms.TransformLocation:
+        apply = [{"targets": ["Linear"], "location": place.value}]
+        groups = {"u": {"type": "hadamard", "apply": apply}}
+        config = {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": groups}}
         if place.is_online():
             with pytest.raises(RequestError):
-                declared_formats(transform(place.value), {})
+                declared_formats(config, {})
         else:
-            assert not declared_formats(transform(place.value), {}).of(EXPERT).is_float
+            assert not declared_formats(config, {}).of(EXPERT).is_float
 
 
-@pytest.mark.parametrize("config", [None, GPTQ])
+SPINS = DATA["fused"]["auto-round"][1]["spinquant_config"]
+
+
+@pytest.mark.parametrize("config", [None, CONFIGS["gptq-int4"]])
 def test_a_rotation_beside_the_quantization_config_is_refused(
     config: Mapping[str, Any] | None,
 ) -> None:
     for text in (
-        {"spinquant_config": {**FUSED_SPINS, "r4": True}},
+        {"spinquant_config": {**SPINS, "r4": True}},
         {"rotation_config": {"block_size": 32}},
     ):
         with pytest.raises(RequestError, match="rotated at run time"):
             declared_formats(config, text)
-    declared_formats(config, {"spinquant_config": FUSED_SPINS, "rotary_dim": 64})
+    declared_formats(config, {"spinquant_config": SPINS, "rotary_dim": 64})
 
 
 def test_a_description_of_ascend_keeps_what_it_says_of_rotations() -> None:
