@@ -14,11 +14,11 @@ from hqconv.formats.config_reader import (
     COMMON,
     ConfigReader,
     Keys,
-    Text,
+    TextConfig,
     rotated,
     speaks_of_rotations,
 )
-from hqconv.formats.quant_config import Rule, always, quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 FLOAT = "FLOAT"
@@ -41,7 +41,7 @@ KEYS = Keys(f"quantize modules metadata optional {_UNUSED}")
 
 
 @quant_method("ascend", keys=KEYS)
-def parse_ascend(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_ascend(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a scheme per module, as quant_model_description.json gives it, or one for all from config.json.
 
     A module that the description does not name is not quantized. Sources: `on_w8a8_dynamic_per_channel` of

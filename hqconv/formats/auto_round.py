@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_spinquant
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig, refuse_spinquant
 from hqconv.formats.gptq import awq_format, gptq_format
 from hqconv.formats.mx import mx_format, nvfp4_format
-from hqconv.formats.quant_config import Rule, always, quant_method, regex_matcher, when
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, regex_matcher, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 # Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
@@ -56,7 +56,7 @@ KEYS = _FORMAT | Keys(
 
 
 @quant_method("auto-round", "auto_round", "intel/auto-round", keys=KEYS)
-def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_auto_round(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse formats in GPTQ's or AWQ's packing, mx_fp and nv_fp, with overrides per module in `extra_config`.
 
     A key is a name, the end of one, or a regex that is searched; names go before regexes. `rotation_config` is refused
@@ -66,7 +66,7 @@ def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
     refuse_spinquant(config)
     usual = always(_format(config))
     exact: dict[str, SourceFormat] = {}
-    patterns: list[Rule] = []
+    patterns: list[ModuleRule] = []
     for key, overrides in config.tables("extra_config"):
         exact[key] = _format(config.overridden(overrides))
         if _REGEX_SIGNS & set(key):
@@ -81,7 +81,7 @@ def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
     return [by_name, *patterns, *_outside_blocks(config), usual]
 
 
-def _outside_blocks(config: ConfigReader) -> Iterator[Rule]:
+def _outside_blocks(config: ConfigReader) -> Iterator[ModuleRule]:
     """Yield the rule that leaves out modules outside the blocks: a list of paths, or paths with commas between."""
     key = config.first("block_name_to_quantize", "to_quant_block_names")
     value = config.get(key, [])

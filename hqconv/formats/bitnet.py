@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     ONE,
     Decoded,
@@ -18,7 +18,7 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.quant_config import Rule, always, quant_method, skipped_names
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 
@@ -26,7 +26,7 @@ KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm 
 
 
 @quant_method("bitnet", keys=KEYS)
-def parse_bitnet(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_bitnet(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse BitNet's config: ternary weights, four to a byte, with one scale per matrix.
 
     Option scale_inverted: `BitLinear` divides by the stored scale, `AutoBitLinear` multiplies with it. Source:

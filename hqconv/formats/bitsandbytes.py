@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
@@ -20,7 +20,7 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.quant_config import Rule, always, quant_method, skipped_names
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names
 from hqconv.formats.source_format import ANY, SourceFormat
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ KEYS = Keys(
 
 
 @quant_method("bitsandbytes", keys=KEYS)
-def parse_bitsandbytes(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_bitsandbytes(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse bitsandbytes' 4-bit tables; the sizes of its blocks are in the checkpoint."""
     if not config.flag(config.first("load_in_4bit", "_load_in_4bit"), False):
         key = config.first("load_in_8bit", "_load_in_8bit", "load_in_4bit")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, rotated
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig, rotated
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
@@ -25,7 +25,7 @@ from hqconv.formats.encoding import (
 from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import (
     Matcher,
-    Rule,
+    ModuleRule,
     always,
     named_in,
     quant_method,
@@ -75,7 +75,7 @@ def _around_ignored(config: ConfigReader) -> Matcher:
 
 
 @quant_method("compressed-tensors", keys=KEYS, undecided=_around_ignored)
-def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_compressed_tensors(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a scheme per target. Exact names go before regexes (sorted), these before classes.
 
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".

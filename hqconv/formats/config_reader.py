@@ -16,7 +16,7 @@ from typing import Any
 
 from hqconv.errors import InputError, RequestError
 
-Text = Mapping[str, Any]  # the language model's config
+TextConfig = Mapping[str, Any]  # the language model's config
 LARGEST = 1 << 24
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hqconv.errors import InputError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
     Decoded,
@@ -25,7 +25,7 @@ from hqconv.formats.gptq import dynamic_rules
 from hqconv.formats.mx import MXFP4, nvfp4_format
 from hqconv.formats.quant_config import (
     Matcher,
-    Rule,
+    ModuleRule,
     always,
     globbed_in,
     parents,
@@ -64,7 +64,7 @@ KEYS = _GPTQMODEL | Keys(
 
 
 @quant_method("fp8", keys=KEYS)
-def parse_fp8(config: ConfigReader, text: Text) -> list[Rule]:
+def parse_fp8(config: ConfigReader, text: TextConfig) -> list[ModuleRule]:
     """Parse fp8 of transformers, DeepSeek and GPTQModel: per block, or per tensor or channel as the scales' shapes say.
 
     DeepSeek-V4 gives the dtype of its routed experts in the model's config (V4.1: in this one); MiMo and Ling give
@@ -110,7 +110,7 @@ def _is_routed(module: str) -> bool:
     return ".experts." in f".{module}."
 
 
-def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
+def _routed_experts(config: ConfigReader, text: TextConfig) -> Iterator[ModuleRule]:
     """Yield the rules of routed experts whose format differs from the rest of an fp8 checkpoint.
 
     Experts that ModelOpt left out (an MTP layer's) keep their original format.
@@ -144,7 +144,7 @@ def _modelopt_modules(config: ConfigReader) -> Matcher:
 
 
 @quant_method("fbgemm_fp8", keys=Keys("modules_to_not_convert activation_scale_ub dequantize"))
-def parse_fbgemm_fp8(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_fbgemm_fp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse fbgemm's fp8: one scale per output row."""
     skipped = skipped_names(config, "modules_to_not_convert")
     return [skipped, always(SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0))]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
@@ -22,7 +22,7 @@ from hqconv.formats.encoding import (
     register_encoding,
 )
 from hqconv.formats.quant_config import (
-    Rule,
+    ModuleRule,
     always,
     containing,
     on_path,
@@ -59,7 +59,7 @@ AWQ_KEYS = GPTQ_KEYS | Keys(
 
 
 @quant_method("gptq", keys=GPTQ_KEYS)
-def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_gptq(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a config of AutoGPTQ or GPTQModel, with GPTQModel's `dynamic` overrides.
 
     modules_in_block_to_quantize: only modules whose names contain one of them are quantized. `rotation` and `adapter`
@@ -87,7 +87,7 @@ def _modules_to_quantize(config: ConfigReader) -> list[str]:
 
 def dynamic_rules(
     config: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]
-) -> Iterator[Rule]:
+) -> Iterator[ModuleRule]:
     """Yield GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
     if not config.has("dynamic"):
         return
@@ -133,7 +133,7 @@ def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
     keys=AWQ_KEYS,
     undecided=lambda config: containing(config.names("modules_to_not_convert")),
 )
-def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_awq(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
     config.text("method", ("awq",), "awq")
     config.text(config.first("version", "checkpoint_format", "format"), ("gemm",), "gemm")

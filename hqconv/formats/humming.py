@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
@@ -22,7 +22,14 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.quant_config import Rule, always, containing, quant_method, regex_matcher, when
+from hqconv.formats.quant_config import (
+    ModuleRule,
+    always,
+    containing,
+    quant_method,
+    regex_matcher,
+    when,
+)
 from hqconv.formats.source_format import SourceFormat, per_projection
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.weight_schema import WeightSchema
@@ -57,7 +64,7 @@ KEYS = _FORMAT | Keys(
 
 
 @quant_method("humming", keys=KEYS)
-def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_humming(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse Humming's config, with exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 
     The exceptions name vLLM's modules, where all experts of a layer are one module, or single ones, as GSQ's converter
@@ -89,14 +96,14 @@ def _default(config: ConfigReader) -> ConfigReader:
     return config
 
 
-def _exceptions(config: ConfigReader, default: ConfigReader) -> Iterator[Rule]:
+def _exceptions(config: ConfigReader, default: ConfigReader) -> Iterator[ModuleRule]:
     """Yield the rules of `dynamic`: first what is left out, then formats, in order.
 
     GSQ has a key for each matrix of a model: keys of single modules are looked up by name.
     """
     single: dict[str, SourceFormat] = {}
     formats: dict[str, SourceFormat] = {}  # of the same overrides
-    overriding: list[Rule] = []
+    overriding: list[ModuleRule] = []
     for pattern, overrides in config.tables("dynamic"):
         regex, where = pattern[2:], config.where("dynamic")
         if pattern.startswith("-") and not overrides.has(*_NAMES["b_dtype"]):

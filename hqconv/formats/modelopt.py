@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import (
     Matcher,
-    Rule,
+    ModuleRule,
     always,
     globbed_in,
     parents,
@@ -53,7 +53,7 @@ def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
     keys=KEYS,
     undecided=lambda config: _excluded(config, with_parents=True),
 )
-def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_modelopt(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse one algorithm for all modules, or one per module; `quant_algo` null: none.
 
     A shell pattern excludes the modules whose whole name it matches, as in vLLM's

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     ENCODINGS,
     ONE,
@@ -25,7 +25,7 @@ from hqconv.formats.encoding import (
     register_encoding,
 )
 from hqconv.formats.quant_config import (
-    Rule,
+    ModuleRule,
     always,
     globbed_in,
     on_path,
@@ -50,7 +50,7 @@ def mx_format(name: str, encoding: str) -> SourceFormat:
 
 
 @quant_method("mxfp4", keys=Keys("modules_to_not_convert dequantize"))
-def parse_mxfp4(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_mxfp4(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse GPT-OSS's config: fp4 with a power-of-two scale per 32 columns."""
     return [skipped_names(config, "modules_to_not_convert"), always(MXFP4)]
 
@@ -61,7 +61,7 @@ MXFP8_KEYS = Keys(
 
 
 @quant_method("mxfp8", keys=MXFP8_KEYS)
-def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_mxfp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse MiniMax's config: ModelOpt's MXFP8 with other keys. A name covers its path.
 
     Source: `ModelOptMxFp8Config.from_config` of vLLM's layers/quantization/modelopt.py.

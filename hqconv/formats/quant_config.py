@@ -22,7 +22,7 @@ from hqconv.formats.config_reader import (
     COMMON,
     ConfigReader,
     Keys,
-    Text,
+    TextConfig,
     check_keys,
     refuse_rotated_model,
 )
@@ -33,7 +33,7 @@ from hqconv.formats.source_format import PLAIN, SourceFormat
 
 Matcher = Callable[[str], bool]
 # A module's format by one rule of a config; None where the rule does not apply. The first rule that applies counts.
-Rule = Callable[[str], SourceFormat | None]
+ModuleRule = Callable[[str], SourceFormat | None]
 
 _OPTIONS = re2.Options()
 _OPTIONS.max_mem = 4 << 20  # bytes: larger patterns, and longer lists of patterns, are refused
@@ -41,12 +41,12 @@ _OPTIONS.never_capture = True
 _OPTIONS.log_errors = False
 
 
-def when(matches: Matcher, gives: SourceFormat = PLAIN) -> Rule:
+def when(matches: Matcher, gives: SourceFormat = PLAIN) -> ModuleRule:
     """Return the rule that gives a format to the modules that match."""
     return lambda module: gives if matches(module) else None
 
 
-def always(gives: SourceFormat) -> Rule:
+def always(gives: SourceFormat) -> ModuleRule:
     """Return the rule that gives a format to every module."""
     return lambda _module: gives
 
@@ -169,7 +169,7 @@ def skipped_by_transformers(entries: Iterable[str], where: str) -> Matcher:
     )
 
 
-def skipped_names(config: ConfigReader, *keys: str) -> Rule:
+def skipped_names(config: ConfigReader, *keys: str) -> ModuleRule:
     """Return the rule for modules that a config leaves out, as transformers reads its keys."""
     names = [name for key in keys for name in config.names(key)]
     return when(skipped_by_transformers(names, config.where(config.first(*keys))))
@@ -177,7 +177,7 @@ def skipped_names(config: ConfigReader, *keys: str) -> Rule:
 
 # --- methods -------------------------------------------------------------------------------------------------
 
-Parser = Callable[[ConfigReader, Text], list[Rule]]
+Parser = Callable[[ConfigReader, TextConfig], list[ModuleRule]]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class DeclaredFormats:
     """
 
     method: str
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ModuleRule, ...] = ()
     undecided: Matcher | None = None
 
     def of(self, module: str, *, is_stored_plain: bool = False) -> SourceFormat:
@@ -265,7 +265,7 @@ class DeclaredFormats:
         )
 
 
-def _first_format(rules: Iterable[Rule], module: str) -> SourceFormat | None:
+def _first_format(rules: Iterable[ModuleRule], module: str) -> SourceFormat | None:
     return next((fmt for rule in rules if (fmt := rule(module)) is not None), None)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv.formats.config_reader import (
     ConfigReader,
     Keys,
-    Text,
+    TextConfig,
     is_online_spinquant,
     rotated,
     speaks_of_rotations,
@@ -30,7 +30,7 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.quant_config import Matcher, Rule, always, globbed_in, quant_method, when
+from hqconv.formats.quant_config import Matcher, ModuleRule, always, globbed_in, quant_method, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 
@@ -99,7 +99,7 @@ def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
 
 
 @quant_method("quark", keys=KEYS, undecided=lambda config: _excluded(config, with_parents=True))
-def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_quark(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
     A pattern covers the names it matches, not modules below them, of which the tensors decide: vLLM's module of all
@@ -113,9 +113,9 @@ def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     if weight_format == "fake_quantized":
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    rules: list[Rule] = [when(_excluded(config, with_parents=False))]
+    rules: list[ModuleRule] = [when(_excluded(config, with_parents=False))]
     named: dict[str, SourceFormat] = {}
-    patterns: list[Rule] = []
+    patterns: list[ModuleRule] = []
     for name, layer in config.tables("layer_quant_config"):
         named[name] = _format(layer, packing)
         matches = globbed_in([name], config.where("layer_quant_config"))

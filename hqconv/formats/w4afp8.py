@@ -5,7 +5,7 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
@@ -14,7 +14,7 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.quant_config import Rule, always, quant_method, skipped_names, when
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names, when
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 
@@ -27,7 +27,7 @@ KEYS = Keys(
 
 
 @quant_method("w4afp8", keys=KEYS)
-def parse_w4afp8(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_w4afp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse w4afp8: int4 in groups of 128 for routed experts, fp8 in blocks for the rest.
 
     Source: W4AFP8Config of vllm, model_executor/layers/quantization/w4afp8.py, and W4AFp8Config of sglang,

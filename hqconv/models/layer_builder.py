@@ -18,7 +18,7 @@ from hqconv.models.config_facts import REMEDY, TWICE, ConfigSizes, Size, contrad
 from hqconv.models.families import Family
 from hqconv.models.moe_layer import (
     IDENTITY,
-    InputScales,
+    InputScaleTensors,
     MoeLayer,
     PerExpertIndex,
     Sources,
@@ -353,7 +353,7 @@ _INVERSE = "input_global_scale"  # compressed-tensors' of nvfp4, by which activa
 
 def _find_input_scales(
     family: Family, name: str, found: LayerTensors, count: int, formats: Iterable[SourceFormat]
-) -> InputScales:
+) -> InputScaleTensors:
     """Find the static activation scales from a layer's tensors and its projections' formats.
 
     Nothing is checked, as most requests do not need them. name: of the layer. count: its experts.
@@ -379,7 +379,7 @@ def _find_input_scales(
                 missing.setdefault(gemm, []).append(f"{name}.{expert}.{word}.{part}")
             else:
                 scales.setdefault(gemm, []).append(ref)
-    return InputScales(
+    return InputScaleTensors(
         dtypes.pop() if len(dtypes) == 1 else "",
         {gemm: tuple(refs) for gemm, refs in scales.items()},
         max_values,

@@ -153,7 +153,7 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
-class InputScales:
+class InputScaleTensors:
     """Static scales of activations, measured by calibration, one for each projection, expert or stack.
 
     a_dtype: Humming's name of the activations' dtype; "" if the config does not contain it.
@@ -199,7 +199,7 @@ class MoeLayer:
     projection_names: Mapping[str, str]
     slices: Mapping[str, Mapping[str, TensorSlice]]
     sources: Sources
-    input_scales: InputScales = field(default_factory=InputScales)
+    input_scales: InputScaleTensors = field(default_factory=InputScaleTensors)
 
     def __repr__(self) -> str:
         """Name the layer and its sizes; the places of its tensors are in `sources`."""

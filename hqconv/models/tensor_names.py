@@ -144,10 +144,10 @@ def _name_pattern(
     modules: tuple[str, ...],
     projections: tuple[str, ...],
     stacks: tuple[str, ...],
-    parts: tuple[str, ...],
+    part_names: tuple[str, ...],
 ) -> re.Pattern[str]:
     paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in modules)
-    names, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
+    names, part = _any_of(projections), _any_of(sorted(part_names, key=len, reverse=True))
     single = rf"(?P<expert>{INDEX})\.(?P<projection>{names})\.(?P<part>{part})"
     fused = rf"|(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{part}))?" if stacks else ""
     return re.compile(rf"(?P<block>{paths})\.(?:{single}{fused})")

@@ -20,7 +20,7 @@ from hqconv.io.hub import Listing
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
+from hqconv.models.moe_layer import InputScaleTensors, MoeLayer, TensorSlice
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.tensors import TensorRef
@@ -162,11 +162,11 @@ class ArtifactSource(SafetensorsSource):
             input_scales=self._input_scales(name),
         )
 
-    def _input_scales(self, layer: str) -> InputScales:
+    def _input_scales(self, layer: str) -> InputScaleTensors:
         """Collect the static activation scales in all ranks' files."""
         inputs = self.artifact.layer_spec_of(layer).inputs
         if not inputs.is_static:
-            return InputScales()
+            return InputScaleTensors()
         refs = {}
         for gemm in names.GEMMS:
             name = names.input_scale(layer, gemm, inputs)
@@ -178,7 +178,7 @@ class ArtifactSource(SafetensorsSource):
                 what = "A rank's activation scale is missing."
                 raise VerificationError(what, where=missing, remedy=_CONVERT_AGAIN)
             refs[gemm] = tuple(self.tensors[full] for full in in_ranks)
-        return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
+        return InputScaleTensors(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
     def _parts(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
         """Map the rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
