@@ -77,6 +77,7 @@ ONLY_IN = {
     "jinja2": ("hqconv.reports.page",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
+    "re2": ("hqconv.formats.quant_config",),
     "typer": tuple(
         f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")
     ),
