@@ -36,9 +36,10 @@ Matcher = Callable[[str], bool]
 ModuleRule = Callable[[str], SourceFormat | None]
 
 _OPTIONS = re2.Options()
-_OPTIONS.max_mem = 4 << 20  # bytes: larger patterns, and longer lists of patterns, are refused
+_OPTIONS.max_mem = 64 << 20  # bytes, most of them for what was matched before
 _OPTIONS.never_capture = True
 _OPTIONS.log_errors = False
+_MAX_INSTRUCTIONS = 100_000  # of a pattern or a list of them: a character is one, a repetition many
 
 
 def when(matches: Matcher, gives: SourceFormat = PLAIN) -> ModuleRule:
@@ -67,30 +68,33 @@ def regex_matcher(patterns: Iterable[str], where: str, *, ending: str = "") -> M
     """
     matchers: list[Matcher] = []
     plain: list[str] = []
-    for pattern in patterns:
+    for pattern in sorted(patterns):
         forbidden, rest = _split_lookahead(pattern)
-        regex = f"(?:{rest}){ending}"
-        matches = _compiled(regex, pattern, where)
+        matches = _compiled(f"(?:{rest}){ending}", pattern, where)
         if forbidden:
             matchers.append(_without(_compiled(forbidden, pattern, where), matches))
         else:
-            plain.append(regex)
+            plain.append(f"(?:{rest})")
     if plain:  # at once, since there may be hundreds
-        matchers.append(_compiled("|".join(plain), plain[0], where))
+        matchers.append(_compiled(f"(?:{'|'.join(plain)}){ending}", plain[0], where))
     return lambda name: any(matches(name) for matches in matchers)
 
 
 def _compiled(regex: str, pattern: str, where: str) -> Matcher:
     try:
-        matcher: Matcher = re2.compile(regex, _OPTIONS).match
+        compiled = re2.compile(regex, _OPTIONS)
+        problem = "" if compiled.programsize <= _MAX_INSTRUCTIONS else "it is too large"
     except re2.error as error:
+        problem = error.args[0].decode()
+    if problem:
         raise RequestError(
             "A pattern of the quantization config cannot be matched in linear time.",
             where=where,
             expected="RE2's syntax: no backreferences, and of lookarounds only (?!…) at the start",
-            found=f"{pattern!r}: {error.args[0].decode()}",
-            remedy="Write the pattern without it, or list the modules by name.",
-        ) from error
+            found=f"{pattern!r}: {problem}",
+            remedy="Write shorter patterns without it, or list the modules by name.",
+        )
+    matcher: Matcher = compiled.match
     return matcher
 
 

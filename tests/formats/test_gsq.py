@@ -36,10 +36,10 @@ def _encode(bits: int, has_zero: bool) -> Encoder:
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
         codes, scale = draw.codes(n, k, bits), draw.scales(n, k // SIZE, base=0.006).bfloat16()
-        parts = {"weight": little_endian(codes, bits), "weight_scale": scale}
+        tensors = {"weight": little_endian(codes, bits), "weight_scale": scale}
         if has_zero:
-            parts["zero_point"] = torch.full_like(scale, float(1 << bits - 1))
-        return Stored(parts, (codes - (1 << bits - 1)).double(), spread(scale, n, k))
+            tensors["zero_point"] = torch.full_like(scale, float(1 << bits - 1))
+        return Stored(tensors, (codes - (1 << bits - 1)).double(), spread(scale, n, k))
 
     return encode
 

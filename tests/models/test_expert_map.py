@@ -793,9 +793,9 @@ def test_exactly_once_or_a_clean_error(
         tensors.pop(name)
     for name, (position, segment) in renamed.items():
         if (ref := tensors.pop(name, None)) is not None:
-            parts = name.split(".")
-            parts[position % len(parts)] = segment
-            tensors[".".join(parts)] = ref._replace(name=".".join(parts))
+            components = name.split(".")
+            components[position % len(components)] = segment
+            tensors[".".join(components)] = ref._replace(name=".".join(components))
     try:
         found = map_experts(tensors, config | {"model_type": model_type})
     except HqconvError:

@@ -278,46 +278,23 @@ def test_toml_mistakes_say_where(tmp_path: Path, text: str, where: str) -> None:
     assert where in error.value.where
 
 
-@pytest.mark.parametrize(
-    ("name", "num_bits", "is_integer", "is_coupled", "bits_per_weight"),
-    [
-        ("mxfp4", 4, False, False, 4.25),
-        ("nvfp4", 4, False, True, 4.5),
-        ("fp8", 8, False, False, 8.0),
-        ("fp8-block", 8, False, False, 8 + 32 / 128**2),
-        ("fp8-tensor", 8, False, True, 8.0),
-        ("fp6-e3m2", 6, False, False, 6.125),
-        ("int4", 4, True, False, 4.125),
-        ("int4-g64-zp", 4, True, False, 4.3125),
-        ("int4-g128-fpzp", 4, True, False, 4.25),
-    ],
-)
-def test_properties(
-    name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float
-) -> None:
+# Bits of a code, bits of a weight with its scales, and the description.
+FACTS = {
+    "mxfp4": (4, 4.25, "float4e2m1, float8e8m0 scale per group 32"),
+    "nvfp4": (4, 4.5, "float4e2m1, float8e4m3 scale per group 16, second scale per tensor"),
+    "fp8-block": (8, 8 + 32 / 128**2, "float8e4m3, float32 scale per block 128x128"),
+    "fp8-tensor": (8, 8.0, "float8e4m3, float32 scale per tensor"),
+    "int4-g64-zp": (4, 4.3125, "uint4, parameter-dtype scale per group 64, integer zero point"),
+    "int4-fpzp": (4, 4.25, "uint4, parameter-dtype scale per group 128, float zero point"),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts(name: str) -> None:
     schema = resolve_schema(name)
-    assert (schema.num_bits, schema.is_integer, schema.is_coupled) == (
-        num_bits,
-        is_integer,
-        is_coupled,
-    )
-    assert schema.bits_per_weight() == bits_per_weight
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("mxfp4", "float4e2m1, float8e8m0 scale per group 32"),
-        ("nvfp4", "float4e2m1, float8e4m3 scale per group 16, second scale per tensor"),
-        ("fp8-block", "float8e4m3, float32 scale per block 128x128"),
-        ("int4-g32-e4m3", "uint4, float8e4m3 scale per group 32, second scale per tensor"),
-        ("fp4-g32-e8m0-row", "float4e2m1, float8e8m0 scale per group 32, second scale per channel"),
-        ("int4-c-zp", "uint4, parameter-dtype scale per channel, integer zero point"),
-        ("int4-fpzp", "uint4, parameter-dtype scale per group 128, float zero point"),
-    ],
-)
-def test_description(name: str, line: str) -> None:
-    assert resolve_schema(name).describe() == line
+    assert (schema.num_bits, schema.bits_per_weight(), schema.describe()) == FACTS[name]
+    assert schema.is_integer == name.startswith("int")
+    assert schema.is_coupled == ("per tensor" in FACTS[name][2])
 
 
 def test_fields_are_hummings() -> None:
