@@ -85,6 +85,7 @@ ONLY_IN = {
     ),
     "gguf": ("hqconv.gguf.header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
+    "re2": ("hqconv.formats.quant_config",),
     "typer": tuple(
         f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")
     ),

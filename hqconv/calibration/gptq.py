@@ -26,7 +26,7 @@ from functools import cached_property
 
 import torch
 
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization import torch_ops
 from hqconv.quantization.group_scales import (

@@ -401,7 +401,7 @@ def stored_tensors(
         role if part == "weight" else f"b{role[1:]}": _plain(layer, role, part)
         for role in layer.roles
         for part in ("weight", "bias")
-        if part in layer.parts[role]
+        if part in layer.slices[role]
     }
     found: dict[str, torch.Tensor] = {}
     for expert, values in enumerate(experts):
@@ -422,7 +422,7 @@ def _plain(layer: MoeLayer, role: str, part: str) -> TensorSlice:
 
     Raises RequestError for stacks of a format whose names are not known.
     """
-    stored = layer.parts[role][part]
+    stored = layer.slices[role][part]
     if part == "bias" or layer.format.is_float:
         return stored
     template, view = stored.template, stored.view

@@ -26,7 +26,7 @@ from hqconv.conversion.encode import coupled_roles
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import RequestError
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import FileKind, output_file
 from hqconv.io.pipeline import pipeline

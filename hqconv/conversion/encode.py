@@ -15,8 +15,8 @@ import torch
 from hqconv.calibration.gptq import quantize_by_outputs
 from hqconv.calibration.inputs import ExpertActivations
 from hqconv.errors import InputError
+from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.formats.source_format import DIRECT_ROUNDED
-from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
@@ -256,7 +256,7 @@ class LayerEncoder:
         ref = self.layer.sources[expert][role]["weight"]
         return (
             f"{ref.name}, expert {expert}"
-            if self.layer.parts[role]["weight"].is_stacked
+            if self.layer.slices[role]["weight"].is_stacked
             else ref.name
         )
 

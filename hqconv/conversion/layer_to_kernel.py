@@ -13,7 +13,7 @@ import torch
 from hqconv.artifact.load import RankGemm
 from hqconv.conversion.encode import DeferredCheckError, LayerEncoder
 from hqconv.errors import RequestError, first_few
-from hqconv.formats.source_matrix import SourceMatrix
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
 from hqconv.models.expert_bytes import RawExperts, RawLayout
