@@ -24,17 +24,14 @@ from hqconv.schemas.options import (
     conversion_options,
     refuse_unknown_checks,
 )
-from hqconv.serving.warm import compile_kernels
 
 if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
-    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.stages import Progress
-    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionOptions
     from hqconv.verification.result import VerificationReport
@@ -294,10 +291,9 @@ def allocate(
     max_memory: str | int = "4GiB",
     max_gpu_memory: str | int | None = None,
     threads: int | None = None,
-    on_plan: Callable[[Candidates, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Unpack[ConversionArguments],
-) -> AllocationReport:
+) -> dict[str, Any]:
     """Choose a schema for each GEMM of each MoE layer by measured losses within a budget, and write a recipe.
 
     The model runs once over the text `calibrate`, `builtin` if none is given. Every candidate is quantized as `convert`
@@ -306,18 +302,19 @@ def allocate(
     An earlier recipe is replaced. size: bytes of the experts' tensors on all ranks, padding included, or text such as
     "120GB"; bits: the same as mean bits for each weight of the experts, to two decimals. One of the two is needed.
     candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
-    on_plan: called with the candidates and the recipe's path before the measurement.
     src, revision, options, device, max_memory, max_gpu_memory, threads, progress: as of `convert`.
     Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
     from hqconv.conversion import option_values as values
-    from hqconv.planning.allocation import plan_candidates
     from hqconv.planning.spec import ConversionOptions
     from hqconv.schemas.weight_schema import PRESETS
-    from hqconv.sources.opening import open_source, without_gc
+    from hqconv.sources.opening import open_source
 
     if unknown := options.keys() & set(_NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    if (size is None) == (bits is None):
+        what, expected = "An allocation needs one budget.", "either --size or --bits"
+        raise RequestError(what, where="--size, --bits", expected=expected)
     names = candidates.split(",") if isinstance(candidates, str) else candidates
     names = None if names is None else [name.strip() for name in names]
     size_bytes = None if size is None else values.parse_bytes(size, "--size")
@@ -338,17 +335,55 @@ def allocate(
     resources = values.resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
     with open_source(src, revision) as source:
-        with without_gc():
-            target = values.choose_target(parsed, source, resources.device_name)
-            planned = plan_candidates(parsed, names, source, target)
+        target = values.choose_target(parsed, source, resources.device_name)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
         place = values.check_places(source.place, Path(name if out is None else out))
-        if on_plan is not None:
-            on_plan(planned, place)
-        return run(source, planned, (size_bytes, bits), given, place, resources, progress)
+        return run(
+            source, parsed, target, names, size_bytes, bits, given, place, resources, progress
+        )
 
 
-warm = _checked(compile_kernels.warm)
+@_checked
+def warm(
+    out: str | Path,
+    *,
+    gpu: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    quantization: str | None = None,
+    moe_backend: str | None = None,
+    kernels: str | Path | None = None,
+    jobs: int | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Compile the kernels that vLLM requests of Humming when it serves a model. No GPU needed.
+
+    out: an artifact in the kernel layout, whose kernels go to a folder beside it; or any checkpoint that vLLM serves
+    with Humming by itself, a folder or a Hub repo, whose kernels go into Humming's cache (HUMMING_CACHE_DIR): vLLM must
+    be installed, and be the server's installation. No weights are read. gpu: the server's: a name such as h200 or l40s,
+    or a JSON file of facts; None: the one here. tp, ep, quantization, moe_backend: of the server of a checkpoint: TP
+    ranks, EP ranks and vLLM's options of these names; an artifact has its own. kernels: the folder of an artifact's;
+    None is `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about
+    the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and
+    VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
+
+    Returns a document: the folder, the GPU, and counts. Raises RequestError for other ranks than an artifact's, another
+    GPU than its target's, a checkpoint that vLLM does not serve with Humming, or without a compiler; VerificationError
+    of a damaged artifact; OutputError.
+    """
+    from hqconv.warm.compile_kernels import warm as run
+
+    return run(
+        out,
+        gpu=gpu,
+        tp=tp,
+        ep=ep,
+        quantization=quantization,
+        moe_backend=moe_backend,
+        kernels=kernels,
+        jobs=jobs,
+        announce=announce,
+    )
 
 
 @_checked

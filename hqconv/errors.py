@@ -12,6 +12,7 @@ What is none of these is a bug of hqconv and ends with EXIT_BUG; a signal ends w
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -99,6 +100,12 @@ def value_texts(expected: object, found: object) -> tuple[str, str]:
 def plural(count: int, noun: str, several: str | None = None) -> str:
     """Format a number of things: `1 file`, `2 files`. several: the plural of a noun that takes more than an s."""
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
+def close_to(text: str, known: Iterable[str]) -> str:
+    """Return `Did you mean mxfp4?` for the known name most like `text`; "" where none is close."""
+    close = difflib.get_close_matches(text, [*known], 1)
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 class HqconvError(Exception):

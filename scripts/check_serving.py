@@ -248,7 +248,7 @@ def real_model(args: argparse.Namespace, work: Path) -> list[str]:
     """Convert and serve a real model in each schema, and as it is; perplexities must be `hqconv evaluate`'s."""
     import transformers
 
-    text = read_text(transformers, args.model, [args.text], NUM_HELD_OUT)
+    text = read_text(transformers, args.model, args.text, NUM_HELD_OUT)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     job: dict[str, Any] = {
         "prompts": [tokenizer(PROMPT)["input_ids"]],
@@ -481,7 +481,7 @@ def packed(source: Path) -> None:
 def gpu_facts(work: Path) -> Path:
     """Write the facts of this machine's GPU, for a command that does not see it."""
     path = work / "gpu.json"
-    words = [sys.executable, "-m", "hqconv.serving.warm.gpus"]
+    words = [sys.executable, "-m", "hqconv.warm.gpus"]
     path.write_text(
         subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout
     )

@@ -20,7 +20,6 @@ from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import output_file
 
 if TYPE_CHECKING:
-    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
 
 Document = dict[str, Any]
@@ -76,15 +75,8 @@ def allocate(*, quiet: bool, **options: Any) -> Result:
     """Choose a schema for each GEMM of each layer within a budget, and write a recipe for convert --config."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    def on_plan(candidates: Candidates, _: Path) -> None:
-        for name, reason in candidates.left_out.items():
-            warn(f"{name} is no candidate: {reason}", quiet=quiet)
-
     with ShownProgress(quiet=quiet) as progress:
-        report = api.allocate(**options, on_plan=on_plan, progress=progress.update)
-    for warning in report.warnings:
-        warn(warning, quiet=quiet)
-    return Result(report.to_dict())
+        return Result(api.allocate(**options, progress=progress.update))
 
 
 @command(api.warm, is_artifact=True)

@@ -332,10 +332,7 @@ _HELP_OF = {
         "allocate",
         "out",
     ): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
-    (
-        "allocate",
-        "calibrate",
-    ): "TEXT that the model reads: a file, a folder, or builtin.  [default: builtin]",
+    ("allocate", "calibrate"): "TEXT that the model reads: a file, or builtin.  [default: builtin]",
     ("allocate", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
     ("allocate", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",

@@ -33,8 +33,7 @@ from hqconv.io import checkpoint_files
 from hqconv.io.safetensors_header import header_length
 from hqconv.io.sidecar_files import MAX_CODE_BYTES, is_code_or_config
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
-from hqconv.schemas.suggestions import close_file
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, found_at
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, close_file, found_at
 
 _LOG = logging.getLogger(__name__)
 

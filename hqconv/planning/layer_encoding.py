@@ -104,6 +104,17 @@ class EncodingOptions:
             document["calibration"] = self.calibration.to_dict()
         return document
 
+    def request(self) -> dict[str, Any]:
+        """Return all options by their names on the command line."""
+        calibration = self.calibration
+        return {
+            "quantizer": self.quantizer,
+            "round_scales": self.round_scales,
+            "calibrate": None if calibration is None else calibration.name,
+            "calibrate_tokens": None if calibration is None else calibration.num_tokens,
+            "calibrate_context": None if calibration is None else calibration.context_length,
+        }
+
     def name_parts(self) -> tuple[str, ...]:
         """Return the parts of a default output folder's name."""
         return () if self.quantizer == RTN else (self.quantizer,)

@@ -15,11 +15,10 @@ from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.artifact_names import GEMMS, text_config
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import (
     GPTQ,
     ConversionArguments,
@@ -172,8 +171,6 @@ class ConversionSpec:
 
         left: layers that are copied unchanged.
         """
-        encoding = self.encoding.to_dict()
-        calibration = encoding.get("calibration", {})
         layers = {
             name: {"schema": layer.schema.name, "input_schema": layer.inputs.name}
             for name, layer in self.of_layers.items()
@@ -190,11 +187,7 @@ class ConversionSpec:
             "ep": self.grid.ep,
             "expert_placement": self.grid.placement,
             "redundant_experts": self.grid.redundant,
-            "quantizer": self.encoding.quantizer,
-            "round_scales": self.encoding.round_scales,
-            "calibrate": calibration.get("name"),
-            "calibrate_tokens": calibration.get("num_tokens"),
-            "calibrate_context": calibration.get("context_length"),
+            **self.encoding.request(),
             "overrides": layers | dict.fromkeys(left, "none"),
         }
 

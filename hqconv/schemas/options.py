@@ -175,8 +175,8 @@ class EncodingArguments(TypedDict, total=False):
     calibrate: Annotated[
         str | Path | None,
         _Row(
-            "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, a "
-            "folder, or builtin. Needs transformers."
+            "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, "
+            "or builtin. Needs transformers."
         ),
     ]
     calibrate_tokens: Annotated[
