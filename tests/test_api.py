@@ -212,7 +212,7 @@ def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
         == told[-1].total_bytes
         == hqconv.plan(model, schema="int4", target="sm90").num_bytes_read
     )
-    assert told[-1].num_groups_done == told[-1].num_groups
+    assert told[-1].num_units_done == told[-1].num_units
 
 
 def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
@@ -222,14 +222,14 @@ def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
         pass
 
     def stop(progress: Progress) -> None:
-        if progress.num_groups_done:
+        if progress.num_units_done:
             raise EnoughError
 
     with pytest.raises(EnoughError):
         hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, progress=stop)
     assert hqconv.inspect(tmp_path / "out")["kind"] == "unfinished"
     report = hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, resume=True)
-    assert report.num_groups_resumed > 0
+    assert report.num_units_resumed > 0
     assert snapshot(tmp_path / "out") == snapshot(made)
 
 

@@ -99,8 +99,8 @@ class ShownProgress:
         """Show the progress of one check of a verification."""
         if self._quiet:
             return
-        head = f"{check} ({done.num_groups_done}/{done.num_groups})".lstrip()
-        group = printable_line(done.group)
+        head = f"{check} ({done.num_units_done}/{done.num_units})".lstrip()
+        group = printable_line(done.unit)
         if self._bar is not None:
             with suppress(OSError):
                 self._update_bar(self._bar, check, done, head, group)

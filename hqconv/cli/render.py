@@ -150,7 +150,7 @@ def _summary(document: Document) -> Parts:
     num_in, num_out, seconds = (
         document[key] for key in ("num_bytes_in", "num_bytes_out", "seconds")
     )
-    speed = "" if document["num_groups_resumed"] else f"{human_rate(num_in / max(seconds, 1e-9))}, "
+    speed = "" if document["num_units_resumed"] else f"{human_rate(num_in / max(seconds, 1e-9))}, "
     yield facts(
         (
             ("schema", f"{document['schema']}, {document['layout']} layout"),
@@ -258,7 +258,7 @@ def _part(document: Document) -> Parts:
 
 def _unfinished(document: Document) -> Parts:
     yield f"{document['folder']} holds an unfinished conversion, not an artifact yet."
-    done = plural(document["num_groups_done"], "output unit")
+    done = plural(document["num_units_done"], "output unit")
     yield facts((("finished", done), ("what to do", document["remedy"])))
 
 
@@ -597,8 +597,8 @@ def _resumed_text(document: Document) -> str:
         return "the artifact was already finished: nothing to do"
     if document["replaced_because"]:
         return f"an artifact was there and is replaced: {document['replaced_because']}"
-    num_groups = document["num_groups_resumed"]
-    return f"already finished: {plural(num_groups, 'output unit')}" if num_groups else ""
+    num_units = document["num_units_resumed"]
+    return f"already finished: {plural(num_units, 'output unit')}" if num_units else ""
 
 
 def _source_text(document: Document) -> str:

@@ -386,7 +386,7 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, tuple[int, int]]] = []
 
     def tell(check: str, done: Progress) -> None:
-        told.append((check, done.done_bytes, (done.num_groups_done, done.num_groups)))
+        told.append((check, done.done_bytes, (done.num_units_done, done.num_units)))
 
     hqconv.verify(tmp_path / "out", model, device="cpu", progress=tell)
     assert {check for check, _, _ in told} == {"files", "weights"}

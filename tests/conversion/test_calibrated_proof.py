@@ -134,7 +134,7 @@ def test_a_resumed_conversion_evaluates_what_it_finds(
     report = run(
         made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", resume=True, **OPTIONS
     )
-    assert report.num_groups_resumed >= num_done
+    assert report.num_units_resumed >= num_done
     assert report.evaluation == card(made / "out")
     assert snapshot(tmp_path / "out") == snapshot(made / "out")
 

@@ -173,7 +173,7 @@ def test_an_unfinished_conversion(
         flip(sorted(src.glob("*.safetensors"))[-1])
         os.utime(sorted(src.glob("*.safetensors"))[-1])
     report = renew(src, out)
-    assert (report.num_groups_resumed > 0) == (not is_changed)
+    assert (report.num_units_resumed > 0) == (not is_changed)
     run(src, tmp_path / "fresh", "mxfp4")
     assert snapshot(out) == snapshot(tmp_path / "fresh")
     assert not side_folder(out).exists()

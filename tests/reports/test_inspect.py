@@ -331,7 +331,7 @@ def test_inspect_unfinished(tmp_path: Path) -> None:
         for unit in ("a", "b"):
             journal.record(JournalEntry(unit, [], {}))
     words = inspect(str(tmp_path))
-    assert (words["kind"], words["num_groups_done"]) == ("unfinished", 2)
+    assert (words["kind"], words["num_units_done"]) == ("unfinished", 2)
     stdout = succeed("inspect", tmp_path)
     assert "not an artifact yet" in stdout
     assert "--resume" in stdout
