@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.quantization.torch_ops import decoded
 from hqconv.schemas.artifact_names import GEMMS
-from hqconv.schemas.options import BUILTIN, LayerChoice, Override, conversion_options
+from hqconv.schemas.options import BUILTIN, ConversionArguments, LayerChoice, Override
 from hqconv.schemas.weight_schema import resolve_schema
 
 _HEAD = "a schema for each GEMM, chosen by measured losses"
@@ -304,9 +304,10 @@ def _recipe(
         f"# {chosen['size_bytes']} bytes, {chosen['bits_per_weight']:.4f} bits per weight, loss {chosen['loss']:.3g}",
         f"schema = {_toml(base)}",
     ]
-    for name, option in conversion_options().items():
-        if option.in_recipes and (value := options.get(name)) is not None:
-            is_file = option.is_path and value != BUILTIN
+    for option in fields(ConversionArguments):
+        name = option.name
+        if option.metadata.get("in_recipes", True) and (value := options.get(name)) is not None:
+            is_file = name == "calibrate" and value != BUILTIN
             value = (
                 os.path.relpath(value, out.parent)
                 if is_file

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.model_card import is_own_card, is_own_sums, sums_bytes
+from hqconv.artifact.model_card import check_evaluation, is_own_card, is_own_sums, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, SUMS
+from hqconv.schemas.untrusted_files import read_json
 
 _MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of one upload; uploaded files are not sent again
 
@@ -110,6 +111,17 @@ def published_manifest(
         ):
             return None
     return manifest, state.commit
+
+
+def published_evaluation(repo: HubBranch, manifest: Manifest) -> dict[str, Any] | None:
+    """Return the evaluation in a repo's branch; None without one that names the manifest's digest."""
+    state = repo.state()
+    if EVALUATION not in state.files:
+        return None
+    try:
+        return check_evaluation(read_json(repo.read(EVALUATION, state.commit)), manifest.sha256)
+    except (OSError, ValueError):
+        return None
 
 
 def _commit(

@@ -15,7 +15,6 @@ from hqconv.calibration.transformers_model import (
     BUILTIN_TEXT,
     LEAST_TOKENS,
     MAX_TEXT_BYTES,
-    check_counts,
     folder_of,
     import_transformers,
     quiet_loading,
@@ -147,12 +146,10 @@ class CalibrationText:
     @classmethod
     def parse(cls, arguments: ConversionArguments) -> CalibrationText | None:
         """Parse arguments of the API; None without `calibrate`. Raises RequestError."""
-        tokens, context = arguments["calibrate_tokens"], arguments["calibrate_context"]
-        check_counts({"--calibrate-tokens": tokens, "--calibrate-context": context})
-        text = arguments["calibrate"]
+        text = arguments.calibrate
         if text is None:
             return None
-        if arguments["quantizer"] == MSE:
+        if arguments.quantizer == MSE:
             raise RequestError(
                 "--calibrate and --quantizer mse exclude each other.",
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
@@ -160,7 +157,7 @@ class CalibrationText:
         path = (
             BUILTIN_TEXT if text == BUILTIN else Path(text)
         )  # a Path, or ./builtin, is a user's own file
-        found = cls(path, tokens, context)
+        found = cls(path, arguments.calibrate_tokens, arguments.calibrate_context)
         found.files()
         return found
 
