@@ -15,10 +15,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
 
 NUM_SHOWN = 5  # names that a message lists
 _MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
@@ -38,9 +37,8 @@ def printable(text: str) -> str:
     went through once stays as it is.
     """
     text = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return _shortened(
-        _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … "
-    )
+    text = _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text)
+    return _shortened(text, _MAX_TEXT)
 
 
 def printable_line(text: str) -> str:
@@ -48,10 +46,10 @@ def printable_line(text: str) -> str:
     return printable(text.replace("\n", "\\n"))
 
 
-def _shortened(text: str, most: int, gap: str = "…") -> str:
+def _shortened(text: str, most: int) -> str:
     """The text without its middle, where it has more than `most` characters."""
-    end = (most - len(gap)) // 2
-    return text if len(text) <= most else f"{text[: most - len(gap) - end]}{gap}{text[-end:]}"
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -72,53 +70,47 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def differences(before: object, now: object) -> tuple[str, str]:
-    """Texts of the parts in which two JSON values differ, for a message: `("tp 2, ep 1", "tp 4, ep 2")`.
-
-    Of two objects with different names (the key `name`) the names are the texts.
-    """
+    """Texts of the parts in which two JSON values differ, for a message: `("tp 2, ep 1", "tp 4, ep 2")`."""
     found = list(_different_parts("", before, now))
-    found = [part for part in found if part[0] == "name"] or found
-    more = f", … {len(found)} in all" if len(found) > NUM_SHOWN else ""
-    shown = [
-        (key.removeprefix("name"), *map(_value_text, pair)) for key, *pair in found[:NUM_SHOWN]
-    ]
-    texts = [
-        ", ".join(f"{key} {pair[side]}".strip() for key, *pair in shown) + more for side in (0, 1)
-    ]
-    return texts[0], texts[1]
+    old = [f"{path} {_value_text(value)}".strip() for path, value, _ in found]
+    new = [f"{path} {_value_text(value)}".strip() for path, _, value in found]
+    return first_few(old), first_few(new)
 
 
-def _different_parts(key: str, before: object, now: object) -> Iterator[tuple[str, object, object]]:
-    """Yield path, old and new value of each different part; elements of lists with a `name` go by it."""
-    sides = [dict(enumerate(side)) if isinstance(side, list) else side for side in (before, now)]
-    if not all(isinstance(side, dict) for side in sides):
+def _different_parts(path: str, before: Any, now: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield path, old and new value of each different part."""
+    old, new = _children(before), _children(now)
+    if old is None or new is None:
         if before != now:
-            yield key, before, now
+            yield path, before, now
         return
-    old, new = (
-        {str(_get(v, "name", k)): v for k, v in side.items()}
-        for side in sides
-        if isinstance(side, dict)
-    )
-    for part in {**old, **new}:
-        yield from _different_parts(f"{key}: {part}" if key else part, old.get(part), new.get(part))
+    for key in {**old, **new}:
+        yield from _different_parts(f"{path}: {key}" if path else key, old.get(key), new.get(key))
 
 
-def _get(value: object, key: str, default: object) -> object:
-    return value.get(key, default) if isinstance(value, dict) else default
+def _children(value: Any) -> dict[str, Any] | None:
+    """Return the parts of a JSON object or list by key; elements of a list that have a `name` by it."""
+    if not isinstance(value, list):
+        return value if isinstance(value, dict) else None
+    found = {}
+    for index, item in enumerate(value):
+        name = item.get("name", index) if isinstance(item, dict) else index
+        found[str(name)] = item
+    return found
 
 
 def _value_text(value: object) -> str:
-    text = value if isinstance(value, str) else "nothing" if value is None else json.dumps(value)
-    return _shortened(text, _MAX_WORD)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "nothing" if value is None else _shortened(text, _MAX_WORD)
 
 
 def number_text(value: float, other: float | None = None) -> str:
     """Format a number with four significant digits, or with as many as distinguish it from `other`."""
-    if other is None or value == other:
-        return f"{value:.4g}"
-    texts = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
-    return next((text for text, of_other in texts if text != of_other), repr(value))
+    for digits in range(4, 18):
+        text = f"{value:.{digits}g}"
+        if other is None or value == other or text != f"{other:.{digits}g}":
+            return text
+    return repr(value)
 
 
 def value_texts(expected: object, found: object) -> tuple[str, str]:
@@ -160,16 +152,14 @@ class HqconvError(Exception):
 
     def message(self) -> str:
         """The parts that were given, one to a line, in a fixed order; nothing in them can change a terminal."""
-        lines = [printable_line(self.what)]
-        for label, text in (
-            ("where", self.where),
-            ("expected", self.expected),
-            ("found", self.found),
-            ("what to do", self.remedy),
-        ):
-            if text:
-                lines.append(f"  {label}: {printable_line(text)}")
-        return "\n".join(lines)
+        texts = {
+            "where": self.where,
+            "expected": self.expected,
+            "found": self.found,
+            "what to do": self.remedy,
+        }
+        lines = [f"  {label}: {printable_line(text)}" for label, text in texts.items() if text]
+        return "\n".join([printable_line(self.what), *lines])
 
 
 class VerificationError(HqconvError):
