@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
+    from hqconv.artifact.manifest import Manifest
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.stages import Progress
+    from hqconv.io.hub_upload import HubBranch
     from hqconv.models.source_protocol import Source
     from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
@@ -191,7 +193,6 @@ def allocate(
     from hqconv.conversion import option_values as values
     from hqconv.planning.allocation import plan_candidates
     from hqconv.planning.spec import ConversionOptions
-    from hqconv.schemas.weight_schema import PRESETS
     from hqconv.sources.opening import open_source, without_gc
 
     arguments, run = split_options(options)
@@ -204,8 +205,7 @@ def allocate(
         for option in fields(ConversionArguments)
         if arguments.get(option.name, option.default) not in (option.default, None)
     }
-    any_schema = next(iter(PRESETS.values()))
-    parsed = ConversionOptions.parse(**given, schema=any_schema)
+    parsed = ConversionOptions.parse(**given, schema="mxfp4")  # a candidate has its own
     size_bytes = None if size is None else values.parse_bytes(size, "--size")
     if isinstance(candidates, str):
         candidates = candidates.replace(" ", "").split(",")
@@ -525,9 +525,7 @@ def publish(
     """
     from hqconv.artifact.error_summary import over_limits
     from hqconv.conversion.option_values import choose_device
-    from hqconv.conversion.push import published_evaluation, published_manifest
     from hqconv.conversion.push import push as push_artifact
-    from hqconv.conversion.update import why_not_current
     from hqconv.io.hub_upload import HubBranch
     from hqconv.sources.opening import open_source, pinned_name
 
@@ -537,15 +535,13 @@ def publish(
     with open_source(src, revision, is_lazy=True) as source:
         src, revision = pinned_name(str(src), revision, source)  # all steps read this commit
         planned = _plan(_parse(config, arguments), source, choose_device(run.device))
-        origin = {"name": source.repo_id or source.name, "revision": source.revision}
-        report = PublishReport(origin, repo, branch)
-        published = published_manifest(hub, planned.paths, private=private)
-        if published is not None and why_not_current(source, planned, None, published[0]) == "":
-            manifest, commit = published
-            evaluation = published_evaluation(hub, manifest)
-            over = over_limits(manifest.errors(), evaluation, max_error, max_kl)
-            report = replace(report, commit=commit, manifest_sha256=manifest.sha256, **over)
-            return replace(report, was_published=True, evaluation=evaluation)
+        found = _published(hub, planned, source, private=private)
+    report = PublishReport(planned.source.origin, repo, branch)
+    if found is not None:
+        manifest, commit, evaluation = found
+        over = over_limits(manifest.errors(), evaluation, max_error, max_kl)
+        report = replace(report, commit=commit, was_published=True, evaluation=evaluation)
+        return replace(report, manifest_sha256=manifest.sha256, **over)
     options["update"] = True
     if planned.spec.target.cuda is None:  # `convert` need not choose it again
         options["target"] = planned.spec.target.name
@@ -560,11 +556,11 @@ def publish(
         progress=progress,
         **options,
     )
-    out, digest, evaluation = converted.out, converted.manifest_sha256, converted.evaluation
-    over = over_limits(converted.errors, evaluation, max_error, max_kl)
-    report = replace(report, converted=converted, out=out, manifest_sha256=digest, **over)
-    report = replace(report, evaluation=evaluation)
-    if any(over.values()):
+    out, digest = converted.out, converted.manifest_sha256
+    over = over_limits(converted.errors, converted.evaluation, max_error, max_kl)
+    report = replace(report, converted=converted, out=out, manifest_sha256=digest)
+    report = replace(report, evaluation=converted.evaluation, **over)
+    if report.over_max_error or report.over_max_kl:
         return report
     verified = verify(
         out,
@@ -575,10 +571,24 @@ def publish(
         progress=check_progress,
         **vars(run),
     )
+    report = replace(report, verified=verified)
     if not verified.passed or verified.manifest_sha256 != digest:
-        return replace(report, verified=verified)
+        return report
     pushed = push_artifact(out, hub, private=private, announce=announce, manifest_sha256=digest)
-    return replace(report, verified=verified, pushed=pushed, commit=pushed.commit)
+    return replace(report, pushed=pushed, commit=pushed.commit)
+
+
+def _published(
+    hub: HubBranch, planned: ConversionPlan, source: Source, *, private: bool
+) -> tuple[Manifest, str, dict[str, Any] | None] | None:
+    """Return manifest, commit and evaluation of the planned artifact in a repo; None if the repo does not hold it."""
+    from hqconv.conversion.push import published_evaluation, published_manifest
+    from hqconv.conversion.update import why_not_current
+
+    published = published_manifest(hub, planned.paths, private=private)
+    if published is None or why_not_current(source, planned, None, published[0]):
+        return None
+    return *published, published_evaluation(hub, published[0])
 
 
 def load(
