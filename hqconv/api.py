@@ -12,9 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from hqconv.artifact.error_summary import over_limits
+from hqconv.artifact.manifest import Manifest
+from hqconv.conversion.option_values import (
+    cache_policy,
+    check_places,
+    choose_device,
+    choose_target,
+    parse_bytes,
+    place_of,
+    resources_of,
+    start_gpu,
+)
+from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.io.hub import is_repo_id, open_repo
+from hqconv.io.hub_upload import HubBranch
+from hqconv.models.source_protocol import Source
+from hqconv.planning.allocation import Candidates, plan_candidates
+from hqconv.planning.plan import ConversionPlan, plan_conversion
+from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import (
     BUILTIN,
+    NOT_ALLOCATED,
     CheckName,
     ConversionArguments,
     ConversionKeywords,
@@ -24,43 +44,30 @@ from hqconv.schemas.options import (
     refuse_unknown_checks,
     split_options,
 )
-from hqconv.serving.warm.compile_kernels import warm as warm
+from hqconv.schemas.recipe import with_recipe
+from hqconv.sources.opening import open_source, parse_source_name, pinned_name, without_gc
 
 if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
-    from hqconv.artifact.manifest import Manifest
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
-    from hqconv.conversion.stages import Progress
-    from hqconv.io.hub_upload import HubBranch
-    from hqconv.models.source_protocol import Source
-    from hqconv.planning.allocation import Candidates
-    from hqconv.planning.plan import ConversionPlan
-    from hqconv.planning.spec import ConversionOptions
     from hqconv.verification.result import VerificationReport
 
-    StrPath = str | Path
-    OnPlan = Callable[[ConversionPlan, Path], None]
-    OnProgress = Callable[[Progress], None]
-    Say = Callable[[str], None]
+StrPath = str | Path
+OnPlan = Callable[[ConversionPlan, Path], None]
+OnProgress = Callable[[Progress], None]
+Say = Callable[[str], None]
 
 
 def _parse(config: StrPath | None, options: Mapping[str, Any]) -> ConversionOptions:
     """Parse the options of a conversion, with a recipe's for those that are not given."""
-    from hqconv.planning.spec import ConversionOptions
-    from hqconv.schemas.recipe import with_recipe
-
     return ConversionOptions.parse(**with_recipe(config, options))
 
 
 def _plan(parsed: ConversionOptions, source: Source, device: str) -> ConversionPlan:
-    from hqconv.conversion.option_values import choose_target
-    from hqconv.planning.plan import plan_conversion
-    from hqconv.sources.opening import without_gc
-
     target = choose_target(parsed, source, device)
     with without_gc():
         return plan_conversion(parsed.calibrated(device), source, target)
@@ -79,9 +86,6 @@ def plan(
     src, config, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open
     `target` stands for. Raises the errors that `convert` raises before it writes.
     """
-    from hqconv.conversion.option_values import choose_device
-    from hqconv.sources.opening import open_source
-
     parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source:
         return _plan(parsed, source, device)
@@ -113,24 +117,21 @@ def convert(
     (`report.is_complete`).
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    from hqconv.artifact.error_summary import over_limits
-    from hqconv.conversion import option_values as values
     from hqconv.conversion.output_folder import Part
-    from hqconv.sources.opening import open_source
 
     arguments, run = split_options(options)
     part = None if run.part is None else Part.parse(run.part)
-    cache = values.cache_policy(run)
+    cache = cache_policy(run)
     parsed = _parse(config, arguments)
-    values.start_gpu(run.device, is_part=part is not None)  # beside all that comes before its use
+    start_gpu(run.device, is_part=part is not None)  # beside all that comes before its use
     # All libraries are loaded before the work begins.
     from hqconv.conversion.convert import convert as run_conversion
     from hqconv.evaluation.held_out import held_out, with_evaluation
 
-    resources = values.resources_of(run)
+    resources = resources_of(run)
     with open_source(src, revision, is_lazy=True) as source:
         planned = _plan(parsed, source, resources.device_name)
-        place = values.check_places(source.place, values.place_of(planned, out))
+        place = check_places(source.place, place_of(planned, out))
         text = held_out(
             source,
             planned.spec.encoding.calibration,
@@ -163,9 +164,6 @@ def convert(
     return replace(report, over_max_kl=over["over_max_kl"])
 
 
-NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
-
-
 def allocate(
     src: StrPath,
     out: StrPath | None = None,
@@ -190,11 +188,6 @@ def allocate(
     src, revision, progress, options: as of `convert`.
     Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
-    from hqconv.conversion import option_values as values
-    from hqconv.planning.allocation import plan_candidates
-    from hqconv.planning.spec import ConversionOptions
-    from hqconv.sources.opening import open_source, without_gc
-
     arguments, run = split_options(options)
     if unknown := arguments.keys() & set(NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
@@ -206,21 +199,21 @@ def allocate(
         if arguments.get(option.name, option.default) not in (option.default, None)
     }
     parsed = ConversionOptions.parse(**given, schema="mxfp4")  # a candidate has its own
-    size_bytes = None if size is None else values.parse_bytes(size, "--size")
+    size_bytes = None if size is None else parse_bytes(size, "--size")
     if isinstance(candidates, str):
         candidates = candidates.replace(" ", "").split(",")
-    values.start_gpu(run.device)
+    start_gpu(run.device)
     # All libraries are loaded before the work begins.
     from hqconv.conversion.allocate import run_allocation
 
-    resources = values.resources_of(run)
+    resources = resources_of(run)
     with open_source(src, revision) as source:
-        target = values.choose_target(parsed, source, resources.device_name)
+        target = choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_candidates(parsed, candidates, source, target)
         budget = f"{bits:g}bits" if size is None else str(size).replace(" ", "")
         place = Path(f"{source.name}-{budget}.toml" if out is None else out)
-        values.check_places(source.place, place)
+        check_places(source.place, place)
         if on_plan is not None:
             on_plan(planned, place)
         return run_allocation(
@@ -236,10 +229,8 @@ def describe_plan(
     planned: the result of `plan`. out, options: as of `convert`. Raises RequestError if memory is short or the device
     is missing.
     """
-    from hqconv.conversion.option_values import check_places, place_of, resources_of
     from hqconv.reports.documents import describe_plan as describe
     from hqconv.reports.documents import output_notes
-    from hqconv.sources.opening import without_gc
 
     run = RunOptions(**options)
     place, resources = place_of(planned, out), resources_of(run)
@@ -283,12 +274,8 @@ def verify(
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
     artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
     """
-    from hqconv.conversion.option_values import cache_policy, resources_of, start_gpu
-
     run = RunOptions(**options)
     start_gpu(run.device)
-    from hqconv.io.hub import is_repo_id, open_repo
-    from hqconv.sources.opening import open_source, parse_source_name
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run_checks
 
@@ -347,8 +334,6 @@ def check(
     not let it read; NetworkError.
     """
     from hqconv.checkup.check import CheckOptions, broken_checkpoint, of_original, run_check
-    from hqconv.conversion.option_values import cache_policy, resources_of
-    from hqconv.sources.opening import open_source
 
     run = RunOptions(**options)
     resources = resources_of(replace(run, device="cpu"))
@@ -380,7 +365,6 @@ def inspect(path: StrPath, *, revision: str | None = None) -> dict[str, Any]:
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
     from hqconv.reports.documents import inspect as run
-    from hqconv.sources.opening import without_gc
 
     with without_gc():
         return run(path, revision)
@@ -404,7 +388,6 @@ def push(
     Nothing is published then: until the commit the branch stays as it is.
     """
     from hqconv.conversion.push import push as run
-    from hqconv.io.hub_upload import HubBranch
 
     return run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
 
@@ -437,7 +420,6 @@ def evaluate(
     prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
     source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
     """
-    from hqconv.conversion.option_values import resources_of
     from hqconv.evaluation.evaluate import EvaluateOptions
     from hqconv.evaluation.evaluate import evaluate as run
 
@@ -523,11 +505,7 @@ def publish(
     `verify`, whose progress is check_progress. repo, private, branch, announce: as of `push`.
     Raises what `convert`, `verify` and `push` raise.
     """
-    from hqconv.artifact.error_summary import over_limits
-    from hqconv.conversion.option_values import choose_device
     from hqconv.conversion.push import push as push_artifact
-    from hqconv.io.hub_upload import HubBranch
-    from hqconv.sources.opening import open_source, pinned_name
 
     refuse_unknown_checks(checks)
     arguments, run = split_options(options)
@@ -614,7 +592,6 @@ def load(
     target.
     """
     from hqconv.artifact.load import load_layer
-    from hqconv.conversion.option_values import choose_device
     from hqconv.conversion.resources import explained_gpu_memory
 
     place = choose_device(device)

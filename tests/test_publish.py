@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
 from tests.make import hub_server, processes
+from tests.make.command import call
 from tests.make.conversions import manifest
 from tests.make.gguf_models import write_recorded
 from tests.make.hub_server import COMMIT
@@ -231,62 +230,23 @@ def test_a_damaged_artifact_is_not_published(
     assert there(hubs) == {}
 
 
-def test_files_of_others_on_the_branch(hubs: BothHubs, tmp_path: Path) -> None:
-    """What `verify` would refuse is refused before all work, and an incomplete branch is mended."""
-    publish()
-    shutil.rmtree(tmp_path / "out")
-    tree, states = hubs.uploads.tree(), hubs.uploads.commits["main"]
-    states.append({**tree, "experts/old.safetensors": tree["config.json"]})
-    with pytest.raises(OutputError, match="files that are not the artifact's"):
-        publish()
-    assert not (tmp_path / "out").exists()
-    states.append({**tree, ".cache/huggingface/x": tree["config.json"]})
-    assert publish().was_published
-    states.append({name: stored for name, stored in tree.items() if name != "SHA256SUMS"})
-    assert publish().pushed.num_files == 1
-    assert there(hubs) == files_of(tmp_path / "out")
-
-
-@pytest.mark.parametrize("fail_at", [1, 3])
-def test_a_hub_that_fails(hubs: BothHubs, fail_at: int) -> None:
-    hubs.uploads.fail_at = fail_at
-    with pytest.raises(HqconvError):
-        publish()
-    assert not hubs.uploads.commits or there(hubs) == {}
-    hubs.uploads.fail_at = None
-    report = publish()
-    assert report.converted.was_finished
-    assert report.commit == hubs.uploads.oid("main")
-    assert len(hubs.uploads.messages) == 1
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def test_the_command(hubs: BothHubs, tmp_path: Path) -> None:
-    def call(*more: str, code: int = 0) -> Any:
-        command = ["publish", "org/source", "org/name", "-o", "out", *OPTIONS, *more]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == code, done.output
-        return done
-
-    failed = call("--max-error", "0.01", "--json", "-q", code=1)
+def test_the_command(hubs: BothHubs) -> None:
+    command = ("publish", "org/source", "org/name", "-o", "out", *OPTIONS)
+    failed = call(*command, "--max-error", 0.01, "--json", "-q")
+    assert (failed.exit_code, "above --max-error" in failed.stderr) == (1, True)
     assert json.loads(failed.stdout)["over_max_error"]
-    assert "above --max-error" in failed.stderr
-    shown = call()
+    shown = call(*command)
     assert "org/name holds the artifact, at commit" in shown.stdout
     assert "PASS  files, weights against" in shown.stdout
-    document = json.loads(call("--json", "-q").stdout)
-    assert (document["kind"], document["was_published"], document["passed"]) == (
-        "publication",
-        True,
-        True,
-    )
+    document = json.loads(call(*command, "--json", "-q").stdout)
+    assert (document["was_published"], document["passed"]) == (True, True)
     assert document["source"] == {"name": "org/source", "revision": COMMIT}
     assert document["commit"] == hubs.uploads.oid("main")
-    unknown = call("--max-kl", "0.05", code=1)
-    assert "above --max-kl, or not known" in unknown.stderr
-    assert call("--checks", "none", code=2)
+    unknown = call(*command, "--max-kl", 0.05)
+    assert (unknown.exit_code, "above --max-kl, or not known" in unknown.stderr) == (1, True)
 
 
 def test_what_is_refused(hubs: BothHubs) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from hqconv import __version__, api
+from hqconv import __version__
 from hqconv.cli.command import (
     CONVERSION,
     HUB,
@@ -29,7 +29,7 @@ from hqconv.cli.output import discard_stdout, fail, say
 from hqconv.errors import OutputError, RequestError, VerificationError
 from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import FileKind, output_file
-from hqconv.schemas.options import split_options
+from hqconv.schemas.options import NOT_ALLOCATED, split_options
 
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates
@@ -198,6 +198,7 @@ def convert(
     **options: Any,
 ) -> Result:
     """Quantize the experts of a checkpoint and write an artifact."""
+    from hqconv import api
     from hqconv.artifact.error_summary import over_limits
     from hqconv.conversion.option_values import torchrun_part
 
@@ -277,7 +278,7 @@ def _exceeded(
 
 
 @app.command()
-@command(*(name for name in CONVERSION if name not in api.NOT_ALLOCATED), *WORK, "max_gpu_memory")
+@command(*(name for name in CONVERSION if name not in NOT_ALLOCATED), *WORK, "max_gpu_memory")
 def allocate(
     screen: Screen,
     src: Src,
@@ -312,6 +313,7 @@ def allocate(
     **options: Any,
 ) -> Result:
     """Choose a schema for each GEMM of each layer within a budget, and write a recipe for convert --config."""
+    from hqconv import api
 
     def on_plan(candidates: Candidates, _: Path) -> None:
         screen.warn(
@@ -356,6 +358,8 @@ def verify(
     **options: Any,
 ) -> Result:
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
+    from hqconv import api
+
     page = None
     if report is not None:
         page = output_file(Path(report), "--report", _PAGE, [Path(out), Path(source or out)])
@@ -471,6 +475,8 @@ def push(
     screen: Screen, out: Artifact, repo: Repo, private: Private = False, branch: Branch = None
 ) -> Result:
     """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
+    from hqconv import api
+
     pushed = api.push(out, repo, private=private, branch=branch, announce=screen.say)
     return Result(pushed.to_dict())
 
@@ -493,6 +499,8 @@ def publish(
     **options: Any,
 ) -> Result:
     """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
+    from hqconv import api
+
     with screen.progress() as progress:
         published = api.publish(
             src,
@@ -544,6 +552,8 @@ def evaluate(
     **options: Any,
 ) -> Result:
     """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    from hqconv import api
+
     document = api.evaluate(
         out,
         source,
@@ -584,6 +594,8 @@ def check(
     **options: Any,
 ) -> Result:
     """Check a checkpoint that anyone published: is it what it says? With --against also if it is the original's."""
+    from hqconv import api
+
     with screen.progress() as progress:
         document = api.check(
             checkpoint,
@@ -610,6 +622,8 @@ def inspect(
     revision: Revision = None,
 ) -> Result:
     """Describe a model folder, a Hub repo or an artifact."""
+    from hqconv import api
+
     document = api.inspect(path, revision=revision)
     return Result(document, _FAILED if document.get("is_damaged") else 0, is_output=True)
 

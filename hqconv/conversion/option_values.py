@@ -154,9 +154,9 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
     name = f"{planned.source.name}-{SOURCE if spec.must_be_direct else spec.schema.name}"
     details = {
         planned.overridden_by: planned.overridden_by != "",
-        f"tp{grid.tp}": is_kernel and grid.tp > 1,
-        grid.split: is_kernel and grid.split != EVEN,
-        f"ep{grid.ep}": is_kernel and grid.ep > 1,
+        f"tp{grid.tp}": grid.tp > 1,
+        grid.split: grid.split != EVEN,
+        f"ep{grid.ep}": grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
         **dict.fromkeys(spec.encoding.name_parts(), True),
         f"act-{inputs}": inputs != "a16",

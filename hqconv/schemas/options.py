@@ -263,6 +263,10 @@ class RunOptions:
             _refuse_both("cache-limit", "keep-source")
 
 
+# Options of a conversion that `hqconv.allocate` has no use for: it chooses them.
+NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
+
+
 class ConversionKeywords(TypedDict, total=False):
     """Keyword arguments of the API that become `ConversionArguments`."""
 
@@ -335,10 +339,9 @@ def _refuse_both(first: str, second: str) -> NoReturn:
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], RunOptions]:
     """Return the keyword arguments of a conversion that decide bytes, and the options of how it works."""
-    arguments = dict(options)
-    run = {
-        declared.name: arguments.pop(declared.name)
-        for declared in fields(RunOptions)
-        if declared.name in arguments
-    }
+    run: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        kind = run if name in RunKeywords.__annotations__ else arguments
+        kind[name] = value
     return arguments, RunOptions(**run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import random
 import shutil
 import signal
@@ -196,24 +195,3 @@ def test_ignored_signals_stay_ignored() -> None:
     code += AS_COMMAND.format("    os.kill(os.getpid(), 1); print('on')")
     out, _ = start("-c", code).communicate(timeout=HANG_S)
     assert out == "on\n"
-
-
-def test_a_terminal_gets_its_cursor_back() -> None:
-    primary, secondary = pty.openpty()
-    code = "    from hqconv.cli.progress_bar import ShownProgress\n"
-    code += "    with ShownProgress(quiet=False):\n        os.write(1, b'go\\n')\n        time.sleep(60)"
-    process = start("-c", AS_COMMAND.format(code), stderr=secondary)
-    os.close(secondary)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "go\n"
-    assert stopped(process, SIGINT)[0] == 130
-    seen = b""
-    try:
-        while chunk := os.read(primary, 65536):
-            seen += chunk
-    except OSError:  # EIO: the other side is closed and everything was read
-        os.close(primary)
-    hidden, _, after = seen.rpartition(b"\x1b[?25l")
-    assert hidden or seen.startswith(b"\x1b[?25l")
-    assert b"\x1b[?25h" in after
-    assert seen.endswith(f"{MESSAGE}\r\n".encode())

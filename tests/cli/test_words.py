@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,43 +179,31 @@ def test_small_speeds_have_small_units() -> None:
     assert {speed: human_rate(speed) for speed in speeds} == speeds
 
 
-def terminal(*arguments: object, columns: int) -> tuple[str, str]:
-    """What a command writes to a terminal, as its stderr, and to stdout."""
+def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
     primary, secondary = pty.openpty()
+    command = f"convert {model} -o {tmp_path}/out --schema int4 --target sm90 --json"
     process = processes.Process(
-        [sys.executable, "-m", "hqconv", *map(str, arguments)],
-        env={**environment(), "TERM": "xterm", "COLUMNS": str(columns)},
+        [sys.executable, "-m", "hqconv", *command.split()],
+        env={**environment(), "TERM": "xterm", "COLUMNS": "80"},
         stderr=secondary,
         stdout=subprocess.PIPE,
     )
     os.close(secondary)
     seen = b""
-    try:
+    with suppress(OSError):  # EIO: the other side is closed and everything was read
         while chunk := os.read(primary, 65536):
             seen += chunk
-    except OSError:  # EIO: the other side is closed and everything was read
-        pass
     stdout, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
     os.close(primary)
-    return seen.decode(), stdout.decode()
-
-
-def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
-    options = ("--schema", "int4", "--target", "sm90", "--json")
-    seen, stdout = terminal("convert", model, "-o", tmp_path / "out", *options, columns=160)
     assert json.loads(stdout)["num_blocks"] == 1
-    assert re.search(r"[\d.]+/[\d.]+ [kM]B", seen)
-    assert "\x1b[" in seen
+    assert re.search(rb"[\d.]+/[\d.]+ [kM]B", seen)
+    lines = [re.sub(rb"\x1b\[[^m]*m", b"", line) for line in re.split(rb"\n|\x1b\[2K", seen)]
+    assert max(len(line.decode().strip()) for line in lines) <= 80
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is there again
 
 
-@pytest.mark.full
 def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4")
-    seen, _ = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
-    assert "weights (" in seen  # a check that ends before the bar is drawn again is not shown
-    for line in re.split(r"\n|\x1b\[2K", seen):
-        assert len(re.sub(r"\x1b\[[^m]*m", "", line).strip()) <= 80, line
     last: dict[str, Progress] = {}
     hqconv.verify(tmp_path / "out", model, device="cpu", progress=last.__setitem__)
     files = manifest(tmp_path / "out")["files"]
