@@ -126,7 +126,7 @@ def convert(
     start_gpu(run.device, is_part=part is not None)  # beside all that comes before its use
     # All libraries are loaded before the work begins.
     from hqconv.conversion.convert import convert as run_conversion
-    from hqconv.evaluation.held_out import held_out, with_evaluation
+    from hqconv.evaluation.evaluate import held_out, with_evaluation
 
     resources = resources_of(run)
     with open_source(src, revision, is_lazy=True) as source:
@@ -400,9 +400,7 @@ def evaluate(
     num_tokens: int = 16384,
     context_length: int = 512,
     compute_dtype: str = "float32",
-    write_card: bool = False,
     revision: str | None = None,
-    announce: Say | None = None,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Evaluate an artifact: KL divergence and perplexity of its weights against the source's on a text.
@@ -410,29 +408,31 @@ def evaluate(
     Both run in transformers, layer by layer: the weights of one layer are in memory at a time. Activations are not
     quantized. out: the artifact. source: the checkpoint that it was made from, as `src` of `convert`, at `revision`.
     text: a text file that calibration did not see. num_tokens: tokens of the text that are read. context_length:
-    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. write_card: put
-    the figures into the artifact's model card, from where the report takes them. announce: called with a sentence
-    before the model runs. options: `device`, `threads`, and `max_memory`: on the CPU, of hidden states, one layer and
-    logits; on a GPU its free memory is the limit.
+    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. options:
+    `device`, `threads`, and `max_memory`: on the CPU, of hidden states, one layer and logits; on a GPU its free memory
+    is the limit.
+
+    The document is written beside the artifact too, as evaluation.json, from where the report takes it; where that
+    cannot be done, a warning says so.
 
     Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `perplexity`
     and `mean_nll` (each of `source` and `artifact`), `top1_agreement` (share of tokens with the same most likely
-    prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
-    source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
+    prediction), the conditions, and `warnings`. Raises RequestError where transformers is missing or cannot run the
+    model, the source is another one, or memory is short; VerificationError for a damaged artifact, InputError,
+    NetworkError.
     """
-    from hqconv.evaluation.evaluate import EvaluateOptions
     from hqconv.evaluation.evaluate import evaluate as run
 
-    what = EvaluateOptions(
+    return run(
+        Path(out),
+        str(source),
+        Path(text),
         num_tokens=num_tokens,
         context_length=context_length,
         compute_dtype=compute_dtype,
-        write_card=write_card,
         resources=resources_of(RunOptions(**options)),
         revision=revision,
-        announce=announce or (lambda _: None),
     )
-    return run(Path(out), str(source), Path(text), what)
 
 
 @dataclass(frozen=True)

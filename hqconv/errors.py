@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 
@@ -69,39 +68,10 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
     return [str(first) if first == end else f"{first}-{end}" for first, end in runs]
 
 
-def differences(before: object, now: object) -> tuple[str, str]:
-    """Texts of the parts in which two JSON values differ, for a message: `("tp 2, ep 1", "tp 4, ep 2")`."""
-    found = list(_different_parts("", before, now))
-    old = [f"{path} {_value_text(value)}".strip() for path, value, _ in found]
-    new = [f"{path} {_value_text(value)}".strip() for path, _, value in found]
-    return first_few(old), first_few(new)
-
-
-def _different_parts(path: str, before: Any, now: Any) -> Iterator[tuple[str, object, object]]:
-    """Yield path, old and new value of each different part."""
-    old, new = _children(before), _children(now)
-    if old is None or new is None:
-        if before != now:
-            yield path, before, now
-        return
-    for key in {**old, **new}:
-        yield from _different_parts(f"{path}: {key}" if path else key, old.get(key), new.get(key))
-
-
-def _children(value: Any) -> dict[str, Any] | None:
-    """Return the parts of a JSON object or list by key; elements of a list that have a `name` by it."""
-    if not isinstance(value, list):
-        return value if isinstance(value, dict) else None
-    found = {}
-    for index, item in enumerate(value):
-        name = item.get("name", index) if isinstance(item, dict) else index
-        found[str(name)] = item
-    return found
-
-
-def _value_text(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return "nothing" if value is None else _shortened(text, _MAX_WORD)
+def short_text(value: object) -> str:
+    """Format a JSON value for a message, cut off where it is long."""
+    text = value if isinstance(value, str) else "nothing" if value is None else json.dumps(value)
+    return _shortened(text, _MAX_WORD)
 
 
 def number_text(value: float, other: float | None = None) -> str:

@@ -74,7 +74,6 @@ ONLY_IN = {
         "hqconv.serving.vllm.stock_kernels",
         "hqconv.serving.vllm.tuning",
     ),
-    "jinja2": ("hqconv.reports.page",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": tuple(f"hqconv.cli.{name}" for name in ("app", "command", "output")),
@@ -93,7 +92,7 @@ SEAMS = {
 # Public words that contain one of them: keys of JSON documents, and a name in config.json.
 PUBLIC_WORDS = {
     *("vllm_obstacles", "stock_vllm", "stock_vllm_obstacle", "stock_vllm_param_dtypes"),
-    *("stock_vllm_serves_checkpoint_layout", "serve-with-vllm-and-hqconv.safetensors"),
+    "serve-with-vllm-and-hqconv.safetensors",
 }
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (

@@ -19,7 +19,7 @@ from tests.make.qwen import write_qwen3_moe
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
 # Names of files that are made, not kept, or that stand for any.
 NOT_KEPT = re.compile(
-    r"[<>*…{}]|^(I/N|\./builtin|/|\.venv/|org/name|qwen3-moe-tiny|experts|model\.safetensors|hqconv\.json|config\.json|(hf_quant_config|quant_model_description)\.json)"
+    r"[<>*…{}]|^(I/N|\./builtin|/|\.venv/|org/name|qwen3-moe-tiny|experts|model\.safetensors|hqconv\.json|config\.json|evaluation\.json|(hf_quant_config|quant_model_description)\.json)"
 )
 
 

@@ -34,7 +34,6 @@ from hqconv.schemas.options import NOT_ALLOCATED, split_options
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.verification.result import VerificationReport
 
 # Typer does not export UsageError and contains its own Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -375,29 +374,18 @@ def verify(
             progress=progress.of_check,
             **options,
         )
+    document = verified.to_dict()
     if page is not None:
-        _write_page(Path(out), page, verified)
+        from hqconv.cli.page import write_page
+
+        write_page(Path(out), page, document)
         say(f"The page is in {page}.")
-    return Result(verified.to_dict(), 0 if verified.passed else _FAILED)
+    return Result(document, 0 if verified.passed else _FAILED)
 
 
 _PAGE = FileKind(
     "a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head
 )
-
-
-def _write_page(root: Path, place: Path, verified: VerificationReport | None) -> dict[str, Any]:
-    """Write the page of an artifact, with the results of a verification; return its document."""
-    from hqconv.reports.page import page as page_of
-    from hqconv.reports.page import page_document
-
-    checks = None if verified is None else verified.to_dict()
-    errors: dict[str, Any] = {}
-    for result in [] if verified is None else verified.results:
-        errors |= result.of_experts
-    document = page_document(root, checks, errors)
-    write_whole(place.parent, place.name, page_of(document).encode())
-    return {**document, "page": str(place)}
 
 
 @app.command()
@@ -409,10 +397,12 @@ def report(
         str | None, flag("Output file.  [default: ./OUT.report.html]", "--out", "-o")
     ] = None,
 ) -> Result:
-    """Write an HTML report about an artifact: errors, experts, provenance. No network is needed."""
+    """Write an HTML report about an artifact: facts, errors, worst experts, evaluation. No network is needed."""
+    from hqconv.cli.page import write_page
+
     root = Path(out)
     place = Path(page or f"{root.resolve().name}.report.html")
-    return Result(_write_page(root, output_file(place, "-o", _PAGE, [root]), None))
+    return Result(write_page(root, output_file(place, "-o", _PAGE, [root])))
 
 
 @app.command()
@@ -545,9 +535,6 @@ def evaluate(
     compute_dtype: Annotated[
         str, flag("Dtype of the computation: float32, bfloat16 or float16.")
     ] = "float32",
-    write_card: Annotated[
-        bool, flag("Write the figures into the artifact's model card (README.md).", "--write-card")
-    ] = False,
     revision: Revision = None,
     **options: Any,
 ) -> Result:
@@ -561,9 +548,7 @@ def evaluate(
         num_tokens=num_tokens,
         context_length=context_length,
         compute_dtype=compute_dtype,
-        write_card=write_card,
         revision=revision,
-        announce=screen.say,
         **options,
     )
     return Result(document)
@@ -638,23 +623,17 @@ def schemas(
     gpu: Annotated[
         str | None,
         flag(
-            "Rank the schemas that run on this GPU (a name or an architecture): by size class in steps of a quarter "
-            "bit, in a class by the error of Gaussian weights, beside measured speeds; and say which to take.",
+            "Show the schemas to take for this GPU (a name or an architecture), and those that run on it.",
             "--for",
         ),
     ] = None,
-    input_schema: Annotated[
-        str | None, flag("With --for: activations of the GEMMs.  [default: a16]")
-    ] = None,
 ) -> Result:
-    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
-    from hqconv.reports.documents import describe_recipes, describe_schemas
-    from hqconv.reports.ranking import rank_schemas
+    """List the weight and activation schemas, those for one GPU, or the recipes that come with hqconv."""
+    from hqconv.reports.documents import describe_gpu, describe_recipes, describe_schemas
 
+    if recipes and gpu is not None:
+        raise RequestError("--recipes and --for exclude each other.", remedy="Give one of them.")
     if recipes:
-        document = describe_recipes()
-    elif gpu is not None:
-        document = rank_schemas(gpu, input_schema)
-    else:
-        document = describe_schemas()
+        return Result(describe_recipes(), is_output=True)
+    document = describe_schemas() if gpu is None else describe_gpu(gpu)
     return Result(document, is_output=True)

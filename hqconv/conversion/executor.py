@@ -46,7 +46,6 @@ from hqconv.io.pipeline import one_torch_thread
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
-from hqconv.quantization.content_sums import sums_of_parts
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
@@ -309,10 +308,7 @@ class Executor:
             for ref, start, size in part.spans:  # one by one, to name the tensor
                 self._source.read_into(ref, data[:size].numpy().data, start)
             raise
-        sums = sums_of_parts(data.numpy(), [(start, size) for _, start, size in part.spans])
-        names = (ref.name for ref, _, _ in part.spans)
         with self._lock:
-            in_flight.unit.measured.add_copied(dict(zip(names, sums, strict=True)))
             in_flight.runs += runs
         if self._is_last_read(in_flight):
             self._write_out(in_flight, in_flight.runs)
@@ -374,7 +370,7 @@ class Executor:
                     )
                     error_sums = encoded.error_sums()
         with self._lock:
-            in_flight.unit.measured.add(batch.experts, error_sums, encoded.sums())
+            in_flight.unit.measured.add(batch.experts, error_sums)
         if in_flight.out is not None:
             self._give_slot(in_flight)
         self._write_out(in_flight, encoded.runs)
@@ -455,12 +451,12 @@ class Executor:
         self._integrity.wait_unchanged(unit.sources)
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
-        errors, sums = measured.errors(planned), measured.sums(planned)
+        errors = measured.errors(planned)
         digests, states = (
             self._integrity.digests(unit.sources),
             self._integrity.states(unit.sources),
         )
-        entry = JournalEntry(planned.name, records, errors, sums, digests, states)
+        entry = JournalEntry(planned.name, records, errors, digests, states)
         self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True

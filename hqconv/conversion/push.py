@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.model_card import check_evaluation, is_own_card, is_own_sums, sums_bytes
+from hqconv.artifact.model_card import is_own_card, read_evaluation, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, SUMS
-from hqconv.schemas.untrusted_files import read_json
 
 _MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of one upload; uploaded files are not sent again
 
@@ -118,10 +117,7 @@ def published_evaluation(repo: HubBranch, manifest: Manifest) -> dict[str, Any] 
     state = repo.state()
     if EVALUATION not in state.files:
         return None
-    try:
-        return check_evaluation(read_json(repo.read(EVALUATION, state.commit)), manifest.sha256)
-    except (OSError, ValueError):
-        return None
+    return read_evaluation(repo.read(EVALUATION, state.commit).parent, manifest)
 
 
 def _commit(
@@ -147,7 +143,7 @@ def _commit(
 
 
 def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
-    """Return every file of the artifact, the manifest last. The manifest, SHA256SUMS and the card are in memory.
+    """Return every file of the artifact, the manifest last. Those that may be edited or are made here are in memory.
 
     Raises VerificationError where one is missing or has another size.
     """
@@ -168,9 +164,11 @@ def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
             files.append(FileToSend(name, entry.sha256, entry.size_bytes, path))
     if (root / CARD).is_file():
         files.append(FileToSend.of_bytes(CARD, root / CARD, (root / CARD).read_bytes()))
+    if read_evaluation(root, manifest) is not None:
+        path = root / EVALUATION
+        files.append(FileToSend.of_bytes(EVALUATION, path, path.read_bytes()))
     if SUMS not in manifest.files:
-        is_own = is_own_sums(root, manifest)  # with the digest of a card that has got an evaluation
-        sums = (root / SUMS).read_bytes() if is_own else sums_bytes(manifest.files, manifest.sha256)
+        sums = sums_bytes(manifest.files, manifest.sha256)
         files.append(FileToSend.of_bytes(SUMS, root / SUMS, sums))
     return [*files, FileToSend.of_bytes(MANIFEST, root / MANIFEST, _manifest_bytes(root, manifest))]
 

@@ -285,13 +285,10 @@ _MAX_FRONT_BYTES = 4 << 20
 class FrontMatter:
     """Parsed front matter of a card.
 
-    words: the document, keys and values, empty if it is missing or unreadable. raw: its lines without the `---`, None
-    if it is missing. body: the text after it. problem: why it cannot be read, else "".
+    words: the document, keys and values, empty if it is missing or unreadable. problem: why it cannot be read, else "".
     """
 
-    body: bytes
     words: Mapping[str, Any] = field(default_factory=dict)
-    raw: bytes | None = None
     problem: str = ""
 
     @classmethod
@@ -299,14 +296,11 @@ class FrontMatter:
         """Parse the front matter of a card's bytes, which may be anything."""
         found = _FRONT.match(card)
         if found is None:
-            return cls(card)
-        raw, body = found[1], card[found.end() :]
-        document = _parsed(raw) if len(raw) <= _MAX_FRONT_BYTES else None
+            return cls()
+        document = _parsed(found[1]) if len(found[1]) <= _MAX_FRONT_BYTES else None
         if document is None:
-            return cls(
-                body, raw=raw, problem="it is no YAML of keys and values, or larger than 4 MiB"
-            )
-        return cls(body, document, raw)
+            return cls(problem="it is no YAML of keys and values, or larger than 4 MiB")
+        return cls(document)
 
     def texts(self, key: str) -> str | list[str] | None:
         """Return a value that is a text or a list of texts; None for any other value and for a missing key."""

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from hqconv.errors import InputError
 from hqconv.io.checkpoint_files import COPY_AGAIN, check_text
-from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, PARTIAL, SUMS
+from hqconv.schemas.artifact_names import CARD, CONFIG, EVALUATION, MANIFEST, PARTIAL, SUMS
 from hqconv.schemas.untrusted_files import found_at, open_regular, read_regular
 
 # Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
@@ -195,6 +195,7 @@ def _is_skipped(path: str) -> bool:
         MANIFEST,
         SUMS,
         CARD,
+        EVALUATION,
     ):
         return True
     is_other = folders[:1] and folders[0] in WEIGHT_FOLDERS

@@ -88,10 +88,6 @@ class Engine:
             return f"{tp} {_CANNOT_SHARE} {kv_heads} KV heads evenly"
         return None
 
-    def is_heads_obstacle(self, warning: str) -> bool:
-        """Return whether a recorded warning holds a `heads_obstacle`."""
-        return f" {_CANNOT_SHARE} " in warning
-
     def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
         """Return the reason why MoE layers of this expert size do not start with the ranks, or None.
 

@@ -134,9 +134,7 @@ class ArtifactSource(SafetensorsSource):
                 where=stray,
                 remedy="Verify the artifact.",
             )
-        because = (
-            f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
-        )
+        because = "read back from the kernel layout"
         left = self.artifact.left  # among the copied tensors
         return ExpertMap(
             self.artifact.family.name, because, layers, converted, copied, dropped, left

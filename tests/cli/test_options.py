@@ -29,11 +29,11 @@ COMMANDS = {
     "warm": "OUT --gpu --tp=1 --ep=1 --quantization --moe-backend --kernels --jobs",
     "push": "OUT ORG/NAME --private --branch=main",
     "publish": f"SRC ORG/NAME --out/-o --revision {CONVERTED} {LIMITS} --checks --private --branch=main {WORK} {HUB}",
-    "evaluate": "OUT --source --text --tokens=16384 --context=512 --compute-dtype=float32 --write-card --revision "
+    "evaluate": "OUT --source --text --tokens=16384 --context=512 --compute-dtype=float32 --revision "
     f"{WORK}",
     "check": f"CKPT --against --layers --sample=all --revision {HUB} --max-memory=4GiB --threads",
     "inspect": "SRC|OUT --revision",
-    "schemas": "--recipes --for --input-schema=a16",
+    "schemas": "--recipes --for",
 }
 
 

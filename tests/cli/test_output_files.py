@@ -82,7 +82,7 @@ ALLOWED |= {
     (command, place)
     for command in ("convert --profile", "convert --log-file")
     for _, place in tuple(ALLOWED)
-}
+} | {("report -o", "in the source")}
 
 
 @pytest.mark.parametrize("place", PLACES)

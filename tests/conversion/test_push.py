@@ -20,15 +20,14 @@ from typer.testing import CliRunner
 from hqconv.__main__ import MESSAGE
 from hqconv.api import push
 from hqconv.artifact.manifest import read_manifest
-from hqconv.artifact.model_card import evaluation_in_card, write_evaluation
+from hqconv.artifact.model_card import write_evaluation
 from hqconv.cli.app import app
 from hqconv.conversion.push import push as run_push
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import HubBranch
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server, processes
-from tests.make.conversions import assert_verified, run
+from tests.make.conversions import assert_verified, evaluation_of, run
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import write_qwen3_moe
 
@@ -140,31 +139,13 @@ def test_files_of_others_are_refused(made: Path, out: Path, hub: UploadHub) -> N
     assert there(hub) == before
 
 
-def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: UploadHub) -> None:
-    """After a first push too; every file of the repo is then the local one."""
+def test_an_evaluation_of_the_artifact_is_pushed(out: Path, hub: UploadHub) -> None:
+    """After a first push too; one of another manifest stays here."""
     push(out, REPO)
-    manifest = read_manifest(out)
-    document = {
-        "kind": "evaluation",
-        "manifest_sha256": manifest.sha256,
-        "top1_agreement": 0.5,
-        "schema": "int8",
-    }
-    document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length"), 9)
-    document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version"), "x")
-    document |= {
-        "text": {"name": "<!-- -->", "sha256": "0" * 64},
-        "artifact": "out",
-        "source": {"name": "src"},
-    }
-    document |= {key: {"source": 2.0, "artifact": 7.4} for key in ("perplexity", "mean_nll")}
-    document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max", "standard_error"), 0.125)
-    write_evaluation(out, manifest, document)
-    assert evaluation_in_card(out, manifest) == document
-    pushed = push(out, REPO)
-    assert pushed.num_files == 2
+    write_evaluation(out, evaluation_of(read_manifest(out).sha256))
+    assert push(out, REPO).num_files == 1
     assert there(hub) == files_of(out)
-    assert f"{sha256_of(out / 'README.md')}  README.md\n".encode() in there(hub)["SHA256SUMS"]
+    write_evaluation(out, evaluation_of("0" * 64))
     assert push(out, REPO).num_files == 0
 
 
