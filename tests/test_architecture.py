@@ -17,6 +17,7 @@ from tests.make.places import REPO
 
 # The rooms and their floors. A room may import from rooms on lower floors and from itself, wherever the import stands.
 FLOORS = {
+    "version": -1,
     "errors": 0,
     "jit": 0,
     "schemas": 1,
@@ -32,6 +33,7 @@ FLOORS = {
     "planning": 8,
     "artifact": 9,
     "sources": 10,
+    "gguf": 11,
     "conversion": 11,
     "verification": 12,
     "checkup": 13,
@@ -42,6 +44,8 @@ FLOORS = {
     "cli": 16,
     "__main__": 17,
 }
+# Rooms that no other room imports, and those that may: they are reached through tables and interfaces.
+WINGS = {"gguf": ("cli", "api")}
 # Independent references: modules that share nothing with the code they check but these rooms.
 INDEPENDENT = {
     "hqconv.layout_decoder": ("hqconv.errors", "hqconv.schemas", "hqconv.jit"),
@@ -53,7 +57,11 @@ INDEPENDENT = {
         "hqconv.layout_decoder",
         "hqconv.io",
     ),
-    "hqconv.verification.gguf_reference": ("hqconv.errors", "hqconv.schemas", "hqconv.io"),
+    "hqconv.gguf.reference": (
+        "hqconv.gguf.header",
+        "hqconv.models.source_protocol",  # the interface alone
+        "hqconv.schemas",
+    ),
     # Formulas of activations; what is judged, a kernel, has its own.
     "hqconv.verification.reference": (
         "hqconv.schemas.activation",
@@ -74,7 +82,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.stock_kernels",
         "hqconv.serving.vllm.tuning",
     ),
-    "gguf": ("hqconv.io.gguf_header",),
+    "gguf": ("hqconv.gguf.header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": tuple(f"hqconv.cli.{name}" for name in ("app", "command", "output")),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress_bar")),
@@ -107,7 +115,7 @@ LIGHT = (
     *("hqconv.models", "hqconv.kernel_layout.compatibility"),
     *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
-    *("hqconv.sources", "hqconv.artifact.reader"),
+    *("hqconv.gguf.header", "hqconv.gguf.source", "hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.server_compatibility"),
     *(
         "hqconv.artifact.rank_file",
@@ -199,14 +207,24 @@ def room_of(module: str) -> str:
 
 
 def wrong_direction(found: Imports) -> list[str]:
-    """Imports of a room that is not on a lower floor; the package itself may load none, and everybody stands on it."""
+    """Imports of a room that is not on a lower floor, or of the package itself, which may load its version alone."""
     return [
         f"{name} imports {target}"
         for name, items in found.items()
         for target, when in items
-        if is_in(target, "hqconv") and room_of(target)
+        if is_in(target, "hqconv")
         if room_of(name) != room_of(target) and (room_of(name) or when == "load")
-        if FLOORS[room_of(target)] >= FLOORS.get(room_of(name), -1)
+        if not room_of(target) or FLOORS[room_of(target)] >= FLOORS.get(room_of(name), 0)
+    ]
+
+
+def into_a_wing(found: Imports) -> list[str]:
+    return [
+        f"{name} imports {target}"
+        for name, items in found.items()
+        for target, _ in items
+        if is_in(target, "hqconv") and room_of(target) in WINGS
+        if room_of(name) not in (room_of(target), *WINGS[room_of(target)])
     ]
 
 
@@ -283,6 +301,7 @@ def beyond_the_seams(sources: Mapping[str, str]) -> list[str]:
 
 RULES = (
     wrong_direction,
+    into_a_wing,
     forbidden_libraries,
     shared_with_the_judged,
     circles,
@@ -352,6 +371,8 @@ WRONG: list[tuple[Callable[[Imports], list[str]], dict[str, str]]] = [
     ),
     (wrong_direction, {"hqconv.io.hub": f"importlib.import_module('{PLAN}')", PLAN: ""}),
     (wrong_direction, {"hqconv.": "from hqconv.errors import x", "hqconv.errors": ""}),
+    (wrong_direction, {"hqconv.io.hub": "from hqconv import __version__", "hqconv.": ""}),
+    (into_a_wing, {"hqconv.verification.verify": "from hqconv.gguf.header import library"}),
     (forbidden_libraries, {"hqconv.verification.verify": "import humming.ops"}),
     (
         shared_with_the_judged,

@@ -61,7 +61,7 @@ def test_messages_name_the_versions_of_the_extras() -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    files = {"gguf": "io/gguf_header.py", "bitsandbytes": "formats/bitsandbytes.py"}
+    files = {"gguf": "gguf/header.py", "bitsandbytes": "formats/bitsandbytes.py"}
     files["calibrate"] = "calibration/transformers_model.py"
     for name, module in files.items():
         assert f"Run: pip install '{extras[name][0]}'." in (REPO / "hqconv" / module).read_text()

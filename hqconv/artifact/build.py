@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from hqconv import __version__
 from hqconv.artifact.manifest import (
     CalibrationEntry,
     FileEntry,
@@ -35,6 +34,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import SchemaPair
+from hqconv.version import __version__
 
 
 @dataclass(frozen=True)

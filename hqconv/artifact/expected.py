@@ -12,10 +12,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hqconv.artifact.build import Origin, artifact_config, planned_manifest, shard_index
-from hqconv.artifact.manifest import Manifest
+from hqconv.artifact.manifest import ABSENT, Difference, Manifest, differences, structure
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import VerificationError
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
@@ -28,39 +28,6 @@ from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
-
-_ABSENT = "absent"
-# Keys of a manifest that are measured, or sentences for people: nothing derives them from request and source.
-_NOT_STRUCTURE = ("hqconv_version", "humming_kernels_version", "warnings", "files", "digest")
-_MEASURED_OF_SOURCE_FILES = ("sha256", "hub_sha256")
-
-
-class Difference(NamedTuple):
-    """A value that is not the expected one. key: its path in a document, with colons."""
-
-    key: str
-    expected: object
-    found: object
-
-
-def differences(expected: object, found: object, key: str = "") -> Iterator[Difference]:
-    """Compare two JSON values recursively. Objects differ by keys, lists of names by names, 4 differs from 4.0."""
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
-        for name in dict.fromkeys((*expected, *found)):
-            inside = f"{key}: {name}" if key else str(name)
-            yield from differences(expected.get(name, _ABSENT), found.get(name, _ABSENT), inside)
-    elif _is_list_of_objects(expected) and _is_list_of_objects(found):
-        yield from differences(_by_name(expected), _by_name(found), key)
-    elif json.dumps(expected) != json.dumps(found):
-        yield Difference(key, expected, found)
-
-
-def _is_list_of_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
-
-
-def _by_name(items: Any) -> dict[str, Any]:
-    return {str(item.get("name", number)): item for number, item in enumerate(items)}
 
 
 @dataclass(frozen=True)
@@ -101,28 +68,6 @@ class ExpectedArtifact:
     def difference(self, manifest: Manifest) -> Difference | None:
         """Return the first difference of a finished artifact's manifest; None where the artifact would be the same."""
         return next(differences(self.manifest, structure(manifest)), None)
-
-
-def structure(manifest: Manifest) -> dict[str, Any]:
-    """Return the keys of a manifest that follow from request and source, without measurements and sentences."""
-    document = manifest.to_dict()
-    for key in _NOT_STRUCTURE:
-        document.pop(key, None)
-    source = document["source"]
-    if source["revision"] is None:
-        del source["name"]  # a folder may be renamed
-    for file in source["files"]:
-        for key in _MEASURED_OF_SOURCE_FILES:
-            file.pop(key, None)
-    for layer in document["blocks"].values():
-        del layer["quantization_error"]
-        for gemm in names.GEMMS:
-            if gemm in layer:
-                layer[gemm].pop(names.INPUT_SCALE, None)
-    tensors = document["tensors"]
-    tensors["copied"] = dict.fromkeys(tensors["copied"])
-    tensors["dropped"] = dict.fromkeys(tensors["dropped"])
-    return document
 
 
 # --- an artifact that is there -----------------------------------------------------------------------------
@@ -188,7 +133,7 @@ def _recorded_tensors(artifact: Artifact) -> dict[str, TensorRef]:
             "A tensor of the source was not copied.",
             where=f"tensor {missing}",
             expected="in a model shard",
-            found=_ABSENT,
+            found=ABSENT,
         )
     # Of dropped tensors, and of activation scales, only names are recorded; one number fits in any layer.
     listed = (*recorded.converted, *recorded.copied, *recorded.dropped)

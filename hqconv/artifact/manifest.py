@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -458,6 +458,64 @@ def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema
             "the fields of a weight schema",
             found,
         ) from error
+
+
+# --- the structure of a manifest, and differences of documents -------------------------------------------------
+
+ABSENT = "absent"
+# Keys of a manifest that are measured, or sentences for people: nothing derives them from request and source.
+_NOT_STRUCTURE = ("hqconv_version", "humming_kernels_version", "warnings", "files", "digest")
+_MEASURED_OF_SOURCE_FILES = ("sha256", "hub_sha256")
+
+
+class Difference(NamedTuple):
+    """A value that is not the expected one. key: its path in a document, with colons."""
+
+    key: str
+    expected: object
+    found: object
+
+
+def differences(expected: object, found: object, key: str = "") -> Iterator[Difference]:
+    """Compare two JSON values recursively. Objects differ by keys, lists of names by names, 4 differs from 4.0."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for name in dict.fromkeys((*expected, *found)):
+            inside = f"{key}: {name}" if key else str(name)
+            yield from differences(expected.get(name, ABSENT), found.get(name, ABSENT), inside)
+    elif _is_list_of_objects(expected) and _is_list_of_objects(found):
+        yield from differences(_by_name(expected), _by_name(found), key)
+    elif json.dumps(expected) != json.dumps(found):
+        yield Difference(key, expected, found)
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _by_name(items: Any) -> dict[str, Any]:
+    return {str(item.get("name", number)): item for number, item in enumerate(items)}
+
+
+def structure(manifest: Manifest) -> dict[str, Any]:
+    """Return the keys of a manifest that follow from request and source, without measurements and sentences."""
+    document = manifest.to_dict()
+    for key in _NOT_STRUCTURE:
+        document.pop(key, None)
+    source = document["source"]
+    if source["revision"] is None:
+        del source["name"]  # a folder may be renamed
+    for file in source["files"]:
+        for key in _MEASURED_OF_SOURCE_FILES:
+            file.pop(key, None)
+    for layer in document["blocks"].values():
+        del layer["quantization_error"]
+        for gemm in artifact_names.GEMMS:
+            if gemm in layer:
+                layer[gemm].pop(artifact_names.INPUT_SCALE, None)
+    tensors = document["tensors"]
+    tensors["copied"] = dict.fromkeys(tensors["copied"])
+    tensors["dropped"] = dict.fromkeys(tensors["dropped"])
+    return document
 
 
 # --- reading ------------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def _read(
         layout = RawLayout(layer, [expert])
         raw = RawExperts(layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
         try:
-            source.read_raw(raw, layout.ranges)
+            source.read_all_into(raw.views(layout.ranges))
         except InputError as error:  # of a file that was cut
             yield layer.roles[0], error
             return

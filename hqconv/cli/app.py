@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from hqconv import __version__
 from hqconv.cli.command import (
     CONVERSION,
     HUB,
@@ -30,6 +29,7 @@ from hqconv.errors import OutputError, RequestError, VerificationError
 from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import FileKind, output_file
 from hqconv.schemas.options import NOT_ALLOCATED, split_options
+from hqconv.version import __version__
 
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates

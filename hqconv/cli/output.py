@@ -16,7 +16,6 @@ from typing import Any
 
 import typer
 
-from hqconv import __version__
 from hqconv.errors import (
     EXIT_BUG,
     HqconvError,
@@ -25,6 +24,7 @@ from hqconv.errors import (
     printable,
     printable_line,
 )
+from hqconv.version import __version__
 
 # Increased when a key that docs/ci.md calls stable is removed or changes its meaning.
 JSON_VERSION = 1

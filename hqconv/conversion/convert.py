@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hqconv import __version__
 from hqconv.artifact.build import (
     Origin,
     completed_manifest,
@@ -58,6 +57,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
 from hqconv.sources.opening import frozen_objects, without_gc
+from hqconv.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
@@ -394,8 +394,8 @@ class _Conversion:
         source, plan = self.source, self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
         sidecar_files = write_sidecar_files(source, plan, self.expected, folder.root)
-        made, remark = source.make_files()
-        sidecar_files += [write_whole(folder.root, name, data) for name, data in made.items()]
+        generated, remark = source.sidecar_files.generate()
+        sidecar_files += [write_whole(folder.root, name, data) for name, data in generated.items()]
         if remark:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
@@ -415,7 +415,7 @@ class _Conversion:
             source_files,
             plan.warnings,
         )
-        card = card_bytes(manifest, source.loose.card)
+        card = card_bytes(manifest, source.sidecar_files.card)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
         data = sealed(manifest.to_dict())
         sums = sums_bytes(manifest.files, hashlib.sha256(data).hexdigest())
@@ -434,13 +434,12 @@ class _Conversion:
         **more: Any,
     ) -> ConversionReport:
         """Return the report. more: fields of it, where they are not the default."""
-        notices = [text for text in self.plan.notices if text != self.source.made.notice]
         return ConversionReport(
             out=self.out,
             plan=self.plan,
             num_blocks=len(self.plan.layers),
             num_ranks=self.plan.num_ranks,
-            num_bytes_in=self.source.total_bytes,
+            num_bytes_in=self.plan.source.num_bytes,
             num_bytes_out=self.plan.num_bytes_out,
             errors=errors,
             seconds=time.monotonic() - self.started_s,
@@ -448,7 +447,7 @@ class _Conversion:
             manifest_sha256=manifest_sha256,
             replaced_because=folder.replaced_because if self.part is None else "",
             part="" if self.part is None else str(self.part),
-            warnings=(*self.plan.warnings, *notices, *folder.warnings),
+            warnings=(*self.plan.warnings, *self.plan.notices, *folder.warnings),
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             **more,
         )

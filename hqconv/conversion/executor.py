@@ -320,7 +320,7 @@ class Executor:
         raw: RawExperts,
         ranges: Sequence[tuple[TensorRef, int]],
     ) -> None:
-        self._source.read_raw(raw, ranges)
+        self._source.read_all_into(raw.views(ranges))
         if self._is_last_read(in_flight):
             self._stages.start(Stage.ENCODE, batch.num_bytes, self._encode, in_flight, batch)
 

@@ -357,7 +357,7 @@ def check_room(
     assert source.listing is not None
     num_bytes = use.total_bytes if policy.keeps else min(use.total_bytes, use.limit(policy))
     sizes = source.listing.sizes
-    num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
+    num_bytes += sum(sizes[name] for name in source.sidecar_files.names if not source.is_here(name))
     cache, out = existing_parent(source.root), existing_parent((out or source.root).absolute())
     with output_errors(cache):
         free, is_shared = shutil.disk_usage(cache).free, cache.stat().st_dev == out.stat().st_dev

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.expected import Difference, differences
-from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
+from hqconv.artifact.manifest import Difference, Manifest, differences, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy
 from hqconv.errors import (

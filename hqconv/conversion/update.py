@@ -1,4 +1,4 @@
-"""Whether a finished artifact is what the same request would make of the same source again, for `--update`."""
+"""Recognition of a finished artifact that the same request would make of the same source again, for `--update`."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def held_out(
 
 def _read(source: Source, calibration: Calibration | None, text: Path | None) -> HeldOut:
     transformers = import_transformers("A model is evaluated")
-    source.fetch(source.other_files)  # the tokenizer's among them
+    source.fetch(source.sidecar_files.names)  # the tokenizer's among them
     place = str(source.place)
     with quiet_loading(transformers), folder_of(source) as folder:
         if text is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -76,18 +76,27 @@ _IMPORT = re.compile(
 _CLASS = re.compile(r"\"(?:[^\"\s]*--)?([\w./]+)\.\w+\"")  # of a config's auto_map
 
 
+def no_files() -> tuple[dict[str, bytes], str]:
+    """Generate nothing; see `SidecarFiles.generate`."""
+    return {}, ""
+
+
 @dataclass(frozen=True)
 class SidecarFiles:
     """names: files for the artifact, POSIX paths relative to the source, sorted; num_bytes: their total size.
 
     left_out: path → reason of every other file or folder beside them in the source. card: the bytes of its README.md,
-    which becomes a part of the artifact's README.md; None without one.
+    which becomes a part of the artifact's README.md; None without one. generated: files that a source without them
+    makes of its own bytes, such as a tokenizer of metadata; generate: return their contents by name, and a sentence for
+    the manifest; no contents where it fails.
     """
 
     names: tuple[str, ...] = ()
     num_bytes: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)
     card: bytes | None = None
+    generated: tuple[str, ...] = ()
+    generate: Callable[[], tuple[dict[str, bytes], str]] = no_files
 
     @classmethod
     def of_folder(cls, root: Path) -> SidecarFiles:

@@ -152,7 +152,7 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    notices += halves_notices(checkpoint, experts.layers)
+    notices += halves_notices(checkpoint.read_into, experts.layers)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)
@@ -162,29 +162,17 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
             "and the number of experts per token with the model's code."
         )
-    if checkpoint.made.planned:
-        notices.append(checkpoint.made.notice)
-    elif not has_tokenizer(checkpoint.other_files):
-        made = checkpoint.made
-        if made.obstacle:
-            notices.append(
-                f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}."
-            )
-        if checkpoint.place == checkpoint.root:
-            notices.append(no_tokenizer("source"))
-        else:
-            remedy = (
-                "put the GGUF file and the publisher's files into a folder, and convert the folder"
-            )
-            notices.append(no_tokenizer("source", remedy))
+    beside = checkpoint.sidecar_files
+    if not has_tokenizer((*beside.names, *beside.generated)):
+        notices.append(no_tokenizer("source"))
     return notices
 
 
-def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
-    """Return the warning of a folder, or a file, without a tokenizer."""
+def no_tokenizer(what: str) -> str:
+    """Return the warning of a source or artifact without a tokenizer."""
     return (
-        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
-        "with --tokenizer."
+        f"the {what} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files into "
+        "the folder of the weights and use the folder, or start the server with --tokenizer."
     )
 
 
@@ -208,14 +196,14 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
 
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
-    left_out = checkpoint.loose.left_out
+    left_out = checkpoint.sidecar_files.left_out
     warnings = [
         f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN
     ]
     if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
         what = plural(len(foreign), "file or folder", "files and folders")
         warnings.append(f"{what} left out: {FOREIGN} ({first_few(foreign)}).")
-    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
+    problem = FrontMatter.of(checkpoint.sidecar_files.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
     return warnings

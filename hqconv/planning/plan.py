@@ -82,7 +82,7 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         quantization=checkpoint.quantization,
         num_files=len(checkpoint.files),
         num_tensors=len(tensors),
-        num_bytes=checkpoint.total_bytes,
+        num_bytes=sum(ref.num_bytes for ref in tensors.values()),
         heads=attention_heads(checkpoint.config),
         bytes_of={
             kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()
@@ -206,15 +206,16 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
     units = plan_units(experts, checkpoint.tensors, spec)
     planned = {file.path for unit in units for file in unit.files}
-    check_sidecar_files((*checkpoint.other_files, *checkpoint.made.planned), planned, spec.layout)
+    beside = checkpoint.sidecar_files
+    check_sidecar_files((*beside.names, *beside.generated), planned, spec.layout)
     return ConversionPlan(
         source=source_facts(checkpoint, experts),
         spec=spec,
         experts=experts,
         units=units,
-        other_files=checkpoint.other_files,
-        other_bytes=checkpoint.loose.num_bytes,
-        made_files=checkpoint.made.planned,
+        other_files=beside.names,
+        other_bytes=beside.num_bytes,
+        made_files=beside.generated,
         warnings=(
             *request_warnings(experts, spec, checkpoint.config, heads),
             *source_warnings(checkpoint),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import re
@@ -18,12 +19,10 @@ from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError, plural
 from hqconv.io import hub
 from hqconv.io.checkpoint_files import holds_safetensors, readable
-from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
 from hqconv.io.sidecar_files import FOREIGN
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
-from hqconv.sources.gguf import open_with_gguf
 from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _NUM_DOWNLOADS = 4  # at a time
+# Kind of source → module and function that open it: of rooms that no other room imports.
+_OPENERS = {"gguf": ("hqconv.gguf.source", "open_gguf")}
 
 # What stands before a repo in its addresses: as pages, for `git clone`, for the Hub's file system, of its API.
 _HOST = re.compile(
@@ -114,7 +115,7 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
         )
     if revision is None and is_artifact(root) and read_manifest(root).is_kernel:
         return SourceLocation(root, "artifact")
-    if src and revision is None and holds_gguf(root):
+    if src and revision is None and root.is_dir() and any(root.glob("*.gguf")):
         return SourceLocation(root, "gguf")
     _refuse_common_mistakes(root)
     if not (src and root.is_dir()):  # Path("") is the current folder
@@ -262,15 +263,17 @@ def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool =
 def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
     """Open a located source, as `open_source` does. The files of an artifact are checked against its manifest."""
     root, repo_id, listing = location.root, location.repo_id, location.listing
-    if location.kind == "gguf":
-        source: Source = open_with_gguf(root, location.chosen, repo_id=repo_id, listing=listing)
+    if location.kind in _OPENERS:
+        module, function = _OPENERS[location.kind]
+        opener = getattr(importlib.import_module(module), function)
+        source: Source = opener(root, location.chosen, repo_id=repo_id, listing=listing)
     elif location.kind == "artifact":
         source = ArtifactSource(root, repo_id=repo_id, listing=listing)
     else:
         source = SafetensorsSource(root, repo_id=repo_id, listing=listing)
     try:
         if listing is not None and not is_lazy and location.kind != "artifact":
-            names = (*(file.name for file in source.files), *source.other_files)
+            names = (*(file.name for file in source.files), *source.sidecar_files.names)
             with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
                 list(pool.map(lambda name: source.fetch([name]), names))
         _check_against_manifest(source)
@@ -278,12 +281,7 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
         source.close()
         raise
     where = str(root) if repo_id is None else f"{repo_id} at commit {source.revision}"
-    _LOG.info(
-        "Opened the source %s: %s, %d bytes.",
-        where,
-        plural(len(source.files), "file"),
-        source.total_bytes,
-    )
+    _LOG.info("Opened the source %s: %s.", where, plural(len(source.files), "file"))
     return source
 
 
@@ -291,11 +289,14 @@ def _check_against_manifest(source: Source) -> None:
     """Compare an artifact's files, in either layout, with its manifest; note the layers whose columns were sorted."""
     if not is_artifact(source.root):
         return
-    listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
+    listing, names = (
+        source.listing,
+        [*source.sidecar_files.names, *(file.name for file in source.files)],
+    )
     sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
     digests = {} if listing is None else listing.digests
     manifest = read_manifest(source.root, is_sealed=True)
-    foreign = (name for name, reason in source.loose.left_out.items() if reason == FOREIGN)
+    foreign = (name for name, reason in source.sidecar_files.left_out.items() if reason == FOREIGN)
     sizes |= {name: 0 for name in foreign if name not in manifest.files}  # which the guard refuses
     source.sorted_layers = frozenset(
         name for name, layer in manifest.blocks.items() if layer.intermediate_order

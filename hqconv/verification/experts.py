@@ -386,9 +386,8 @@ class LayerCheck:
         with batches.host_buffer() as host:
             reader.fill(stored, host.numpy().data[begin:])
             if original is not None and raw_layout is not None:
-                original.source.read_raw(
-                    RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges
-                )
+                raw = RawExperts(raw_layout, host[: raw_layout.num_bytes])
+                original.source.read_all_into(raw.views(raw_layout.ranges))
             with batches.on_device:
                 buffer = host[: begin + stored.num_bytes].to(
                     batches.staging.device, non_blocking=True

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv import __version__
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import projection_errors, relative_error
@@ -28,6 +27,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.result import CheckResult, compare_dicts
+from hqconv.version import __version__
 
 _DECODED = 2.0**-20  # of a weight: error of float32 products on top of its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order

@@ -15,12 +15,11 @@ from typing import Any
 
 from hqconv.artifact.expected import (
     ExpectedArtifact,
-    differences,
     expected_artifact,
     header_differences,
     sentence,
-    structure,
 )
+from hqconv.artifact.manifest import differences, structure
 from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.stages import Meter

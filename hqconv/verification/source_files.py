@@ -8,19 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from hqconv.artifact.manifest import ManifestSource
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, NetworkError, VerificationError
 from hqconv.io.file_access import sha256_of
 from hqconv.layout_decoder.codes import Array
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import ReferenceTensor, Source, SourceReference
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
-from hqconv.verification.gguf_reference import PublishedModel, is_role
 from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding
 
 CHUNK_BYTES = 8 << 20
@@ -35,12 +31,10 @@ def check_source_files(
     if another is not None:
         result.put_first(another)
     _check_identity(artifact.manifest.source, source, pool, result)
-    stored = source.stored_model
-    model = None if stored is None else PublishedModel(stored, source.config)
-    _compare_copied(artifact, source, model, pool, result)
-    if model is not None:
-        _check_made_config(artifact, model, result)
-        _check_gguf_roles(artifact, result)
+    reference = source.reference()
+    _compare_copied(artifact, source, reference, pool, result)
+    if reference is not None:
+        _check_stored(artifact, reference, result)
     _compare_other_files(artifact, source, result)
 
 
@@ -88,14 +82,13 @@ def _digest_of(source: Source, name: str) -> str:
 def _compare_copied(
     artifact: Artifact,
     source: Source,
-    model: PublishedModel | None,
+    reference: SourceReference | None,
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Compare dtype, shape and bytes of every copied tensor; missing and extra names are differences of structure.
+    """Compare dtype, shape and bytes of every copied tensor, with the reference's where the source has one.
 
-    model: of GGUF files, whose tensors no artifact has as they are: the reference's are compared, and each stored
-    tensor beside the experts must be in one of them, or be left out with reason.
+    Missing and extra names are differences of structure.
     """
     places: dict[str, tuple[str, TensorRef]] = {}
     for path in artifact.manifest.files:
@@ -106,53 +99,53 @@ def _compare_copied(
     compared = sorted(copied.keys() & source.tensors.keys())
     by_size = sorted(compared, key=lambda name: -copied[name][1].num_bytes)
     faults = pool.map(
-        lambda name: _difference(artifact, source, model, name, *copied[name]), by_size
+        lambda name: _difference(artifact, source, reference, name, *copied[name]), by_size
     )
     for name, fault in sorted(zip(by_size, faults, strict=True)):
         if fault is not None:
             result.add(f"{copied[name][0]}, tensor {name}", *fault)
-    if model is not None:
-        _check_nothing_lost(artifact, model, compared, result)
 
 
-def _check_nothing_lost(
-    artifact: Artifact, model: PublishedModel, compared: list[str], result: CheckResult
-) -> None:
-    used = {part.name for name in compared for part in model.parts(name)}
+def _check_stored(artifact: Artifact, reference: SourceReference, result: CheckResult) -> None:
+    """Check that no tensor of the source's files is lost, and that each projection is of the right one."""
     tensors = artifact.manifest.tensors
-    accounted = {*used, *tensors.converted, *tensors.dropped}
-    for name, ref in model.stored.tensors.items():
-        is_experts = "_exps." in name
-        is_dropped = ref.name in tensors.dropped
-        is_lost = is_dropped and not model.may_be_left_out(name) and not is_experts
-        if is_lost or ref.name not in accounted:
-            what = "A tensor of the GGUF files is in no tensor of the artifact."
-            found = tensors.dropped.get(ref.name, "absent")
-            result.add(f"source: {ref.name}", what, "in a model shard", found)
+    for name in reference.lost(tensors.copied, tensors.converted, tensors.dropped):
+        what = "A tensor of the source's files is in no tensor of the artifact."
+        found = tensors.dropped.get(name, "absent")
+        result.add(f"source: {name}", what, "in a model shard", found)
+    for layer in artifact.layers:
+        with suppress(VerificationError):  # a finding of the structure's check
+            for role, slices in artifact.moe_layer(layer).parts.items():
+                weight = slices["weight"]
+                if not reference.is_projection(role, weight.template, weight.view.index):
+                    where = f"{names.MANIFEST}: {layer}: source_parts: {role}"
+                    what = "A projection is another tensor of the source's files."
+                    result.add(where, what, role, weight.template)
 
 
 def _difference(
     artifact: Artifact,
     source: Source,
-    model: PublishedModel | None,
+    reference: SourceReference | None,
     name: str,
     path: str,
     entry: TensorRef,
 ) -> tuple[str, str, str] | None:
     """Return the finding about a copied tensor, with the expected and found texts; None for one that is right."""
     ref = source.tensors[name]
-    if model is not None and not model.parts(name):
-        return "A tensor is in no GGUF file.", "one with its values", "none"
-    dtype, shape = (ref.dtype, ref.shape) if model is None else model.form(name)
-    if (dtype, shape) != (entry.dtype, entry.shape):
+    tensor = ReferenceTensor(ref.dtype, ref.shape, _source_bytes(source, ref))
+    if reference is not None:
+        derived = reference.tensor(name)
+        if derived is None:
+            return "A tensor is in no file of the source.", "one with its values", "none"
+        tensor = derived
+    if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
         what = "A copied tensor has another dtype or shape than the source's."
-        return what, f"{dtype} {list(shape)}", f"{entry.dtype} {list(entry.shape)}"
-    chunks = _source_bytes(source, ref)
-    if model is not None:
-        chunks = _published_bytes(model, ref.name, dtype)
+        expected_form = f"{tensor.dtype} {list(tensor.shape)}"
+        return what, expected_form, f"{entry.dtype} {list(entry.shape)}"
     start = num_wrong = first_wrong = 0
     try:
-        for expected in chunks:
+        for expected in tensor.pieces:
             found = np.empty(len(expected), np.uint8)
             artifact.read(path, found.data, entry.offset_bytes + start)
             wrong = np.flatnonzero(found != expected)
@@ -177,48 +170,16 @@ def _source_bytes(source: Source, ref: TensorRef) -> Iterator[Array]:
         yield data
 
 
-def _published_bytes(model: PublishedModel, name: str, dtype: str) -> Iterator[Array]:
-    for values in model.values(name):
-        tensor = torch.from_numpy(values).to(torch_dtype(dtype))
-        yield tensor.view(torch.uint8).numpy().reshape(-1)
-
-
-def _check_made_config(artifact: Artifact, model: PublishedModel, result: CheckResult) -> None:
-    """Check a config.json that was made of a GGUF file's metadata."""
-    config = read_json(artifact.fetched(names.CONFIG), MAX_LIST_BYTES)
-    config["rope_scaling.factor"] = (config.get("rope_scaling") or {}).get("factor")
-    for key, expected in {} if model.stored.has_config else model.config().items():
-        found = config.get(key, expected)
-        pair = (expected, found)
-        if isinstance(expected, float) and isinstance(found, float):
-            pair = (float(np.float32(expected)), float(np.float32(found)))
-        if pair[0] != pair[1]:
-            what = "The config is not that of the GGUF files' metadata."
-            result.add(f"{names.CONFIG}: {key}", what, expected, found)
-
-
-def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
-    """Check that gate, up and down are the GGUF tensors of these names."""
-    for name in artifact.layers:
-        with suppress(VerificationError):  # a finding of the structure's check
-            for role, parts in artifact.moe_layer(name).parts.items():
-                template = parts["weight"].template
-                if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
-                    where = f"{names.MANIFEST}: {name}: source_parts: {role}"
-                    what = "A projection is another tensor of the GGUF files."
-                    result.add(where, what, role, template)
-
-
 # --- other files -------------------------------------------------------------------------------------------
 
 
 def _compare_other_files(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """Compare the files beside the weights, e.g. the tokenizer's; those made of GGUF metadata are not made again."""
+    """Compare the files beside the weights, e.g. the tokenizer's; files that were generated are not made again."""
     own = (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
     listed: Mapping[str, object] = artifact.manifest.files
     others = {path for path in listed if path not in own and Path(path).suffix != ".safetensors"}
-    others -= set(source.made.names)
-    theirs = set(source.other_files)
+    others -= set(source.sidecar_files.generated)
+    theirs = set(source.sidecar_files.names)
     for path in sorted(theirs - others):
         result.add(path, "A file of the source was not copied.", "in the manifest", "absent")
     for path in sorted(others - theirs):

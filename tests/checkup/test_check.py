@@ -411,7 +411,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
             errno.EIO, os.strerror(errno.EIO)
         )
 
-    monkeypatch.setattr("hqconv.sources.safetensors.SafetensorsSource.read_raw", fail)
+    monkeypatch.setattr("hqconv.sources.safetensors.SafetensorsSource.read_all_into", fail)
     src = write_qwen3_moe(tmp_path / "src")
     with pytest.raises(InputError, match="A file of the source cannot be read"):
         hqconv.check(src)

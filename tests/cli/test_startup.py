@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-LOOKS = ("schemas", "schemas --json", "schemas --recipes", "schemas --for h200 --input-schema fp8")
+LOOKS = ("schemas", "schemas --json", "schemas --recipes", "schemas --for h200")
 LOOKS += (
     "inspect {}/model",
     "inspect {}/quantized",

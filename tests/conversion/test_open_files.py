@@ -72,20 +72,16 @@ def refuse_to_close(
     return failed
 
 
-@pytest.mark.parametrize("limit", [64, 4], ids=["at the end", "to make room"])
-def test_a_source_file_that_cannot_be_closed_is_named(
-    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_file_need_not_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost of a file that was only read; where room is needed for others, it is a read that fails."""
     src = write_qwen3_moe(tmp_path / "src", num_layers=6)
     split_by_layer(src)
-    monkeypatch.setattr("hqconv.io.file_access.open_limit", lambda: limit)
-    with monkeypatch.context() as patch:
-        failed = refuse_to_close(patch, src)
-        with pytest.raises(InputError, match="A file of the source cannot be closed") as caught:
-            run(src, tmp_path / "out", "mxfp4")
-    assert caught.value.exit_code == 3
-    assert caught.value.where == str(src / failed[0])
-    run(src, tmp_path / "out", "mxfp4", resume=(tmp_path / "out").exists())
+    failed = refuse_to_close(monkeypatch, src)
+    run(src, tmp_path / "out", "mxfp4")
+    assert failed
+    monkeypatch.setattr("hqconv.io.file_access.open_limit", lambda: 4)
+    with pytest.raises(InputError, match="A file of the source cannot be read"):
+        run(src, tmp_path / "again", "mxfp4")
 
 
 def test_files_of_an_artifact_and_of_the_output(

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.artifact.expected import Difference
-from hqconv.artifact.manifest import sealed
+from hqconv.artifact.manifest import Difference, sealed
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
 from hqconv.conversion.output_folder import OutputFolder, UnitWriter, side_folder, unfinished_folder

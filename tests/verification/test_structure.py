@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.artifact.expected import differences
+from hqconv.artifact.manifest import differences
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.models.source_protocol import Source

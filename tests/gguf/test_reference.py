@@ -10,31 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hqconv.sources import derived_tensor, gguf, gguf_experts, gguf_model
-from hqconv.sources.derived_tensor import DerivedTensor, RowOrder
+from hqconv.gguf import experts, model, source
+from hqconv.gguf.model import DerivedTensor, RowOrder
 from tests.make.conversions import check, run
-from tests.make.gguf_models import MODELS, write_recorded
+from tests.make.gguf_models import MODELS, recorded
 
 Patch = pytest.MonkeyPatch
 
 
 def row(architecture: str, **changes: Any) -> Callable[[Patch], None]:
     """Change a row of the converter's table."""
-    changed = replace(gguf_model.ARCHITECTURES[architecture], **changes)
-    return lambda patch: patch.setitem(gguf_model.ARCHITECTURES, architecture, changed)
+    changed = replace(model.ARCHITECTURES[architecture], **changes)
+    return lambda patch: patch.setitem(model.ARCHITECTURES, architecture, changed)
 
 
 def of_tensor(change: Callable[[DerivedTensor], DerivedTensor]) -> Callable[[Patch], None]:
     """Change every tensor that the converter derives."""
 
     def plant(patch: Patch) -> None:
-        map_all = gguf.map_others
+        map_all = source.map_tensors
 
         def changed(*words: Any) -> Any:
             found, dropped = map_all(*words)
             return {name: change(one) for name, one in found.items()}, dropped
 
-        patch.setattr(gguf, "map_others", changed)
+        patch.setattr(source, "map_tensors", changed)
 
     return plant
 
@@ -47,29 +47,25 @@ def cut(floats: Any, ref: Any) -> Any:
 
 def shifted(patch: Patch) -> None:
     """Norms that are stored with one more, as some of llama.cpp's converters do."""
-    encode = derived_tensor._encode
-    patch.setattr(
-        derived_tensor, "_encode", lambda x, ref: encode(x + 1 if "norm" in ref.name else x, ref)
-    )
+    encode = model._encode
+    patch.setattr(model, "_encode", lambda x, ref: encode(x + 1 if "norm" in ref.name else x, ref))
 
 
 def unturned(patch: Patch) -> None:
     """Keys of MLA whose matrices are not transposed."""
-    arranged = DerivedTensor._arranged
+    decode = model.dequantize
+    shape = (32, 24)  # of a head's keys
 
-    def changed(self: DerivedTensor, decoded: Any, num_units: int) -> Any:
-        if self.order is RowOrder.MLA:
-            _, rank, size = self.parts[0].shape
-            keys = decoded[0].reshape(num_units, size, rank).swapaxes(1, 2)
-            decoded = [np.ascontiguousarray(keys), decoded[1]]
-        return arranged(self, decoded, num_units)
+    def changed(raw: Any, ggml_type: str) -> Any:
+        floats = decode(raw, ggml_type)
+        return floats.T.reshape(shape) if floats.shape == shape else floats
 
-    patch.setattr(DerivedTensor, "_arranged", changed)
+    patch.setattr(model, "dequantize", changed)
 
 
 def exchanged(patch: Patch) -> None:
     """Norms of q under the name of k's."""
-    map_all = gguf.map_others
+    map_all = source.map_tensors
 
     def changed(*words: Any) -> Any:
         found, dropped = map_all(*words)
@@ -80,34 +76,27 @@ def exchanged(patch: Patch) -> None:
         )
         return found, dropped
 
-    patch.setattr(gguf, "map_others", changed)
+    patch.setattr(source, "map_tensors", changed)
 
 
 def lost(patch: Patch) -> None:
     """A tensor that is dropped as if nothing needed it."""
-    map_all = gguf.map_others
+    map_all = source.map_tensors
 
     def changed(*words: Any) -> Any:
         found, dropped = map_all(*words)
         gone = found.pop("model.layers.0.self_attn.q_norm.weight")
-        return found, {**dropped, gone.parts[0].name: gguf_model._NOT_NEEDED}
+        return found, {**dropped, gone.stored[0].name: model._NOT_NEEDED}
 
-    patch.setattr(gguf, "map_others", changed)
+    patch.setattr(source, "map_tensors", changed)
 
 
 def of_stacks(**changes: Any) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(gguf_experts, "STACKS", {**gguf_experts.STACKS, **changes})
-
-
-def config(**changes: Any) -> Callable[[Patch], None]:
-    make = gguf.model_config
-    return lambda patch: patch.setattr(
-        gguf, "model_config", lambda *words: {**make(*words), **changes}
-    )
+    return lambda patch: patch.setattr(experts, "STACKS", {**experts.STACKS, **changes})
 
 
 def heads_of_q(one: DerivedTensor) -> DerivedTensor:
-    return replace(one, heads=4) if one.order is RowOrder.ROPE else one
+    return replace(one, num_heads=4) if one.order is RowOrder.ROPE else one
 
 
 def retyped(one: DerivedTensor) -> DerivedTensor:
@@ -120,7 +109,7 @@ def retyped(one: DerivedTensor) -> DerivedTensor:
 
 
 def turned(one: DerivedTensor) -> DerivedTensor:
-    return replace(one, parts=one.parts[::-1]) if one.order is RowOrder.STACKED else one
+    return replace(one, stored=one.stored[::-1]) if len(one.stored) == 2 else one
 
 
 FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
@@ -149,12 +138,12 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     "another dtype": ("deepseek_v3", of_tensor(retyped), "e_score_correction_bias"),
     "a router in another dtype": (
         "minimax_m2",
-        row("minimax-m2", kept=()),
+        row("minimax-m2", float32=()),
         "block_sparse_moe.gate.weight",
     ),
     "numbers cut off": (
         "dots1",
-        lambda patch: patch.setattr(derived_tensor, "_encode", cut),
+        lambda patch: patch.setattr(model, "_encode", cut),
         "lm_head.weight",
     ),
     "norms with one more": ("mixtral", shifted, "model.norm.weight"),
@@ -165,30 +154,7 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         of_stacks(ffn_gate_exps=("w3",), ffn_up_exps=("w1",)),
         "source_parts: w1",
     ),
-    "config: theta": ("olmoe", config(rope_theta=123.0), "config.json: rope_theta"),
-    "config: choices": ("olmoe", config(num_experts_per_tok=1), "config.json: num_experts_per_tok"),
-    "config: end of texts": ("olmoe", config(eos_token_id=3), "config.json: eos_token_id"),
-    "config: heads": (
-        "qwen3_moe",
-        config(num_key_value_heads=1),
-        "config.json: num_key_value_heads",
-    ),
-    "config: norms of choices": (
-        "qwen3_moe",
-        config(norm_topk_prob=False),
-        "config.json: norm_topk_prob",
-    ),
-    "config: scaling": (
-        "qwen3_moe_yarn",
-        config(rope_scaling=None),
-        "config.json: rope_scaling.factor",
-    ),
-    "config: tied": ("olmoe", config(tie_word_embeddings=True), "config.json: tie_word_embeddings"),
 }
-
-
-def recorded(case: str, folder: Path) -> Path:
-    return write_recorded(case, folder) / f"{case}.gguf"
 
 
 def findings(path: Path, out: Path) -> list[str]:

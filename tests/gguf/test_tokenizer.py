@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import hqconv.sources.gguf
-from hqconv.cli.app import app
-from hqconv.io.gguf_header import metadata_alone, read_header
-from hqconv.sources.gguf import _RULES
+from hqconv.gguf.header import read_header
+from hqconv.gguf.source import _RULES
 from hqconv.sources.opening import open_source
-from tests.make.gguf_models import rewrite, write_recorded
+from tests.make.command import call
+from tests.make.gguf_models import recorded, rewrite
 from tests.make.hub_server import serve, use
 from tests.make.qwen import read_tree
 from tests.make.startup import cold
@@ -133,7 +132,7 @@ def metadata(kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recorded("qwen3_moe", tmp_path_factory.mktemp("plain")) / "qwen3_moe.gguf"
+    return recorded("qwen3_moe", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -153,34 +152,19 @@ def converted(
     tmp_path_factory: pytest.TempPathFactory, files: Callable[[str], Path]
 ) -> tuple[Path, Path, str]:
     out = tmp_path_factory.mktemp("converted") / "out"
-    done = convert(files("qwen2"), out)
+    done = convert(files("qwen2"), out, "--source-digests")
     assert done.exit_code == 0, done.stderr
     return files("qwen2"), out, done.stderr
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def convert(model: object, out: Path, *more: object) -> Any:
-    return call(
-        "convert",
-        model,
-        "-o",
-        out,
-        "--schema",
-        "int8",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        *more,
-    )
+def convert(model: Path, out: Path, *more: object) -> Any:
+    command = ("convert", model, "-o", out, "--schema", "int8", "--target", "sm90")
+    return call(*command, "--device", "cpu", *more)
 
 
 def made(path: object, **options: Any) -> tuple[dict[str, bytes], str]:
     with open_source(path, **options) as source:
-        return source.make_files()
+        return source.sidecar_files.generate()
 
 
 def compare(folder: Path, kind: str) -> None:
@@ -193,16 +177,11 @@ def compare(folder: Path, kind: str) -> None:
             ids, skip_special_tokens=True
         )
     for asks in (True, False):
-        chats = [
-            one.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=asks)
-            for one in (found, expected)
-        ]
-        assert chats[0] == chats[1]
-    for name in (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id" if kind != "llama" else "unk_token_id",
-    ):
+        options = {"tokenize": False, "add_generation_prompt": asks}
+        chat = found.apply_chat_template(CHAT, **options)
+        assert chat == expected.apply_chat_template(CHAT, **options)
+    third = "pad_token_id" if kind != "llama" else "unk_token_id"
+    for name in ("bos_token_id", "eos_token_id", third):
         assert getattr(found, name) == getattr(expected, name), name
 
 
@@ -226,162 +205,51 @@ def test_an_artifact_has_the_tokenizer(converted: tuple[Path, Path, str], tmp_pa
     assert {name: (out / name).read_bytes() for name in FILES} == made(path)[0]
     manifest = json.loads((out / "hqconv.json").read_bytes())
     assert [text.startswith(MADE) for text in manifest["warnings"]] == [True]
-    assert (printed.count("was made from"), printed.count("will be made")) == (1, 1)
+    assert printed.count("was made from") == 1
     for more in ((), ("--source", path)):
         done = call("verify", out, "--checks", "files,weights", "--json", *more)
         assert done.exit_code == 0, done.stdout
-        assert "the tokenizer was not compared" not in done.stdout
     done = convert(path, out, "--update", "--json")
     assert (done.exit_code, '"was_finished": true' in done.stdout) == (0, True), done.stdout
-    again = convert(path, tmp_path / "again", "--threads", 1)
+    again = convert(path, tmp_path / "again", "--threads", 1, "--source-digests")
     assert (again.exit_code, read_tree(tmp_path / "again")) == (0, read_tree(out))
-
-
-def test_verify_sees_another_tokenizer(
-    tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = hqconv.sources.gguf.make_tokenizer
-
-    def other(*arguments: Any) -> tuple[dict[str, bytes], str]:
-        found, remark = right(*arguments)
-        return {
-            **found,
-            "tokenizer.json": found["tokenizer.json"].replace(b'"Isolated"', b'"Removed"'),
-        }, remark
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hqconv.sources.gguf.make_tokenizer", other)
-        assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    command = (
-        "verify",
-        tmp_path / "out",
-        "--source",
-        files("qwen2"),
-        "--checks",
-        "files",
-        "--json",
-    )
-    done = call(*command)
-    found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
-    assert (done.exit_code, found) == (1, ["tokenizer.json"])
-    # Another version may write other bytes: they are not compared, and this is said.
-    monkeypatch.setattr("hqconv.sources.gguf._version", lambda package: "0")
-    done = call(*command)
-    assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
-
-
-def exchange(document: Any) -> None:
-    words = document["model"]["vocab"]
-    first, second = list(words)[30:32]
-    words[first], words[second] = words[second], words[first]
-
-
-CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "words": (exchange, "tokenizer.json: word "),
-    "merges": (lambda document: document["model"]["merges"].pop(), "tokenizer.json"),
-    "template": (lambda document: None, "chat_template.jinja"),
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_verify_knows_the_words_itself(
-    what: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Changed by what the conversion and verify share."""
-    right, (change, where) = hqconv.sources.gguf.make_tokenizer, CHANGES[what]
-
-    def other(*arguments: Any) -> tuple[dict[str, bytes], str]:
-        found, remark = right(*arguments)
-        document = json.loads(found["tokenizer.json"])
-        change(document)
-        template = found["chat_template.jinja"] + b" " * (what == "template")
-        made = {"tokenizer.json": json.dumps(document).encode(), "chat_template.jinja": template}
-        return {**found, **made}, remark
-
-    monkeypatch.setattr("hqconv.sources.gguf.make_tokenizer", other)
-    assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    done = call(
-        "verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json"
-    )
-    found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
-    assert found, done.stdout
-    assert all(one.startswith(where) for one in found), found
-
-
-@pytest.mark.parametrize("says", ["nothing", "it was made"])
-def test_verify_misses_a_tokenizer(
-    says: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = hqconv.sources.gguf.make_tokenizer
-    with monkeypatch.context() as patch:
-        remark: Callable[[str], str] = lambda text: "" if says == "nothing" else text  # noqa: E731
-        patch.setattr(
-            "hqconv.sources.gguf.make_tokenizer", lambda *words: ({}, remark(right(*words)[1]))
-        )
-        assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    done = call(
-        "verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json"
-    )
-    found = {one["what"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]}
-    expected = (
-        "The manifest does not say whether a tokenizer was made."
-        if says == "nothing"
-        else "A file is missing."
-    )
-    assert expected in found, found
 
 
 def test_looking_at_a_file_loads_nothing(files: Callable[[str], Path]) -> None:
     path = files("qwen2")
-    command = (
-        "convert",
-        path,
-        "--schema",
-        "int8",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        "--dry-run",
-    )
     assert cold("inspect", path)[0] == set()
-    for looked in (command, ("inspect", path)):
-        done = call(*looked)
-        assert "the tokenizer will be made from the metadata of m.gguf" in " ".join(
-            (done.stdout + done.stderr).split()
-        )
+    done = convert(path, path.parent / "out", "--dry-run", "--json")
+    assert (done.exit_code, "no tokenizer" in done.stderr) == (0, False), done.stderr
+    assert json.loads(done.stdout)["warnings"] == []
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"),
+    ("key", "value", "reason"),
     [
-        (
-            {"tokenizer.ggml.pre": "deepseek-v3"},
-            "its tokenizer.ggml.pre, deepseek-v3, are not known",
-        ),
-        ({"tokenizer.ggml.pre": None}, "its tokenizer.ggml.pre, no value, are not known"),
-        ({"tokenizer.ggml.model": "rwkv"}, "its tokenizer.ggml.model, rwkv, is not known"),
+        ("pre", "deepseek-v3", "the rules of its tokenizer.ggml.pre, deepseek-v3, are not known"),
+        ("pre", None, "the rules of its tokenizer.ggml.pre, no value, are not known"),
+        ("model", "rwkv", "its tokenizer.ggml.model, rwkv, is not known"),
     ],
 )
 def test_unknown_rules_are_told_before(
-    tmp_path: Path, plain: Path, keys: dict[str, Any], reason: str
+    tmp_path: Path, plain: Path, key: str, value: str | None, reason: str
 ) -> None:
-    path = rewrite(plain, tmp_path / "m.gguf", keys={**metadata("qwen2"), **keys})
-    printed = " ".join(call("inspect", path).stdout.split())
-    assert reason in printed
-    assert "has no tokenizer" in printed
-    assert made(path)[1].startswith(NOT_MADE)
+    keys = {**metadata("qwen2"), f"tokenizer.ggml.{key}": value}
+    path = rewrite(plain, tmp_path / "m.gguf", keys=keys)
+    done = convert(path, tmp_path / "out", "--dry-run", "--json")
+    first, second = json.loads(done.stdout)["warnings"]
+    assert first == f"The tokenizer in m.gguf is left out: {reason}."
+    assert "has no tokenizer" in second
+    assert made(path) == ({}, "")
 
 
-def test_a_failure_is_a_warning(
-    tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_a_warning(tmp_path: Path, plain: Path) -> None:
     keys = metadata("qwen2")
     keys["tokenizer.ggml.tokens"][-2] = "<｜end｜>"  # transformers gives it another id
     path = rewrite(plain, tmp_path / "m.gguf", keys=keys)
-    done = convert(path, tmp_path / "out")
+    done = convert(path, tmp_path / "out", "--source-digests")
     assert done.exit_code == 0, done.stderr
-    assert f"{NOT_MADE}transformers" in done.stderr
+    assert f"{NOT_MADE}ValueError: the special word" in done.stderr
     assert not any((tmp_path / "out" / name).exists() for name in FILES)
     assert json.loads((tmp_path / "out/hqconv.json").read_bytes())["warnings"][0].startswith(
         NOT_MADE
@@ -392,17 +260,14 @@ def test_a_failure_is_a_warning(
 
 
 def test_without_transformers(
-    converted: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, out, _ = converted
-    monkeypatch.setattr("hqconv.sources.gguf.find_spec", lambda name: None)
-    assert "pip install 'transformers" in call("inspect", path).stdout
-    done = call("verify", out, "--source", path, "--checks", "files", "--json")
-    assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
-    done = convert(path, tmp_path / "out")
-    assert (done.exit_code, "transformers is not installed" in done.stderr) == (0, True), (
-        done.stderr
-    )
+    monkeypatch.setattr("hqconv.gguf.source.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = convert(files("qwen2"), tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    for reason in ("transformers is not installed", f"{NOT_MADE}ModuleNotFoundError"):
+        assert reason in done.stderr
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
@@ -431,14 +296,11 @@ def test_of_a_split_file_and_of_the_hub(
 
 
 def test_the_file_with_metadata_alone(tmp_path: Path, files: Callable[[str], Path]) -> None:
-    path, out = files("qwen2"), tmp_path / "metadata.gguf"
-    before = read_header(path)
-    with path.open("rb") as opened:
-        raw, sha256 = metadata_alone("m.gguf", opened, path.stat().st_size)
-    out.write_bytes(raw)
+    whole, out = read_header(files("qwen2")), tmp_path / "metadata.gguf"
+    out.write_bytes(whole.metadata_file)
     header = read_header(out)
-    assert (header.tensors, header.metadata, sha256) == ({}, before.metadata, before.sha256)
-    assert header.sha256 == hashlib.sha256(raw).hexdigest()  # nothing follows
+    assert (header.tensors, header.metadata) == ({}, whole.metadata)
+    assert header.sha256 == hashlib.sha256(whole.metadata_file).hexdigest()  # nothing follows
 
 
 def test_the_names_of_rules_are_transformers() -> None:

@@ -14,25 +14,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-import hqconv.sources.gguf
-from hqconv.cli.app import app
-from hqconv.errors import HqconvError, InputError, RequestError
+import hqconv.gguf.model
+from hqconv.errors import InputError, RequestError
+from hqconv.gguf.model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
-from hqconv.sources.gguf_model import ARCHITECTURES
+from hqconv.schemas.grid import Grid
 from hqconv.sources.opening import open_source
+from tests.make.command import call
+from tests.make.conversions import assert_verified, run
 from tests.make.gguf_models import (
     MODELS,
     QUANTIZED,
     RECORDED,
     WIDE,
-    decodable,
-    recorded_types,
+    recorded,
+    refused,
     rewrite,
     write,
     write_quantized,
-    write_recorded,
 )
 from tests.make.hub_server import serve, use
 from tests.make.qwen import read_tree
@@ -40,11 +40,14 @@ from tests.make.tensors import load_file
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
+Tensor = tuple[np.ndarray[Any, Any], Any]  # data and ggml type
 Kind, dequantize, quantize = gguf.GGMLQuantizationType, gguf.quants.dequantize, gguf.quants.quantize
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What llama.cpp's converter wrote of each matrix; BF16 unless named here.
 STORED = {"deepseek_v2": Kind.F16, "mixtral": Kind.F16, "olmoe": Kind.F32, "dots1": Kind.Q8_0}
+# Keys of a config that change nothing of short texts.
+SAME_KEYS = ("bos_token_id", "eos_token_id", "max_position_embeddings")
 # Kept in float32 by the published models, and in bfloat16 by transformers' own tiny ones.
 FLOAT32 = {"minimax_m2": ".block_sparse_moe.gate.weight", "ernie4_5_moe": ".mlp.gate.weight"}
 
@@ -54,10 +57,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     """The original checkpoint of a case, as transformers writes it."""
     root = tmp_path_factory.mktemp("published")
     return cache(lambda case: write(case, root / case))
-
-
-def recorded(case: str, folder: Path) -> Path:
-    return write_recorded(case, folder) / f"{case}.gguf"
 
 
 def read(source: Source, name: str) -> torch.Tensor:
@@ -77,46 +76,19 @@ def through(values: torch.Tensor, kind: Kind) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(floats)).bfloat16()
 
 
-def as_kind(
-    kind: Kind,
-) -> Callable[[str, np.ndarray[Any, Any], Kind], tuple[np.ndarray[Any, Any], Kind]]:
+def without(name: str) -> Callable[..., Tensor | None]:
+    return lambda tensor, *content: None if tensor == name else content
+
+
+def as_kind(kind: Kind) -> Callable[..., Tensor]:
     """Quantize every matrix that llama.cpp would, but those whose rows are no whole blocks."""
 
-    def change(
-        name: str, data: np.ndarray[Any, Any], stored: Kind
-    ) -> tuple[np.ndarray[Any, Any], Kind]:
+    def change(name: str, data: np.ndarray[Any, Any], stored: Kind) -> Tensor:
         if stored == Kind.F32 or dequantize(data, stored).shape[-1] % 32:
             return data, stored
         return quantize(dequantize(data, stored), kind), kind
 
     return change
-
-
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def convert(model: object, out: Path, *more: object) -> Any:
-    return call(
-        "convert",
-        model,
-        "-o",
-        out,
-        "--schema",
-        "int8",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        *more,
-    )
-
-
-def refused(path: Path, kind: type[HqconvError], where: str) -> HqconvError:
-    with pytest.raises(kind) as caught, open_source(path) as source:
-        source.map_experts()
-    assert re.search(where, caught.value.where), caught.value.message()
-    return caught.value
 
 
 # --- against llama.cpp's conversion
@@ -196,6 +168,8 @@ def test_transformers_builds_the_same_model(
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(published(case))
     assert type(config) is type(theirs)
+    for key in SAME_KEYS:
+        assert getattr(config, key, None) == getattr(theirs, key, None), key
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, output_loading_info=True
     )
@@ -244,15 +218,15 @@ def test_memory_is_that_of_a_few_rows(
         ]
         whole = {name: read(source, name) for name in names}
         sizes: list[int] = []
-        plain = hqconv.sources.gguf.dequantize
+        plain = hqconv.gguf.model.dequantize
 
         def spy(raw: np.ndarray[Any, Any], ggml_type: str) -> np.ndarray[Any, Any]:
             floats = plain(raw, ggml_type)
             sizes.append(floats.size)
             return floats
 
-        monkeypatch.setattr("hqconv.sources.derived_tensor.dequantize", spy)
-        monkeypatch.setattr("hqconv.sources.derived_tensor._CHUNK_NUMBERS", 512)
+        monkeypatch.setattr("hqconv.gguf.model.dequantize", spy)
+        monkeypatch.setattr("hqconv.gguf.model._CHUNK_NUMBERS", 512)
         for name in names:
             assert torch.equal(read(source, name), whole[name]), name
         assert sizes
@@ -277,28 +251,6 @@ def test_quantized_rows_of_q_and_k(
 
 
 # --- against llama.cpp's quantizer (scripts/record_gguf.py)
-
-
-@pytest.mark.parametrize("kind", decodable()[1:], ids=lambda kind: kind.name)
-def test_every_type_of_other_tensors(tmp_path: Path, kind: Kind) -> None:
-    """The values are those of llama.cpp's own dequantizer, rounded to bfloat16; F16 and BF16 are kept."""
-    blocks, values = recorded_types()[kind.name]
-
-    def change(
-        name: str, data: np.ndarray[Any, Any], stored: Kind
-    ) -> tuple[np.ndarray[Any, Any], Kind]:
-        if name not in ("blk.1.attn_output.weight", "token_embd.weight"):
-            return data, stored
-        raw = np.resize(blocks, (len(data) * 256 // values.shape[1], blocks.shape[1]))
-        return raw.reshape(len(data), -1), kind
-
-    path = rewrite(write_quantized(tmp_path / "plain.gguf"), tmp_path / "model.gguf", change)
-    with open_source(path) as source:
-        source.map_experts()
-        for name in ("model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"):
-            found = read(source, name)
-            expected = torch.from_numpy(np.resize(values, tuple(found.shape)))
-            assert torch.equal(found, expected.half() if kind == Kind.F16 else expected.bfloat16())
 
 
 def test_a_model_of_llama_cpps_quantizer(tmp_path: Path, published: Callable[[str], Path]) -> None:
@@ -329,10 +281,8 @@ def test_a_model_of_llama_cpps_quantizer(tmp_path: Path, published: Callable[[st
                     stored = theirs[f"blk.{layer.index}.ffn_{stack}_exps.weight"][expert]
                     assert torch.equal(values, torch.from_numpy(stored))
                     assert (values - matrix.values()).norm() < 0.1 * values.norm()
-    done = convert(path, tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
-    done = call("verify", tmp_path / "out", "--checks", "files,weights", "--source", path)
-    assert done.exit_code == 0, done.stdout + done.stderr
+    run(path, tmp_path / "out", "int8")
+    assert_verified(tmp_path / "out", path)
 
 
 # --- conversion
@@ -344,18 +294,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     path = rewrite(
         recorded("deepseek_v3", root / "plain"), root / "deepseek_v3.gguf", as_kind(Kind.Q8_0)
     )
-    done = convert(path, root / "out", "--tp", 2)
-    assert done.exit_code == 0, done.stderr
+    run(path, root / "out", "int8", Grid(2))
     return path, root / "out"
 
 
-def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path]) -> None:
     path, out = converted
     config = json.loads((out / "config.json").read_bytes())
-    assert (config["model_type"], config["quantization_config"]["quant_method"]) == (
-        "deepseek_v3",
-        "hqconv",
-    )
+    assert config["model_type"] == "deepseek_v3"
+    assert config["quantization_config"]["quant_method"] == "hqconv"
     tensors: dict[str, torch.Tensor] = {}
     for shard in out.glob("model*.safetensors"):
         tensors |= load_file(shard)
@@ -364,34 +311,7 @@ def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path], tmp_path: Path
         assert set(tensors) == set(copied)
         for name in copied:
             assert torch.equal(tensors[name], read(source, name)), name
-    for more in ((), ("--source", path)):
-        done = call("verify", out, "--checks", "files,weights", *more)
-        assert done.exit_code == 0, done.stdout + done.stderr
-
-
-def test_verify_sees_another_dense_tensor(converted: tuple[Path, Path], tmp_path: Path) -> None:
-    path, out = converted
-
-    def change(
-        name: str, data: np.ndarray[Any, Any], kind: Kind
-    ) -> tuple[np.ndarray[Any, Any], Kind]:
-        if name == "blk.1.attn_v_b.weight":
-            data = data.copy()
-            data[-1, -1, -1] ^= 1
-        return data, kind
-
-    other = rewrite(path, tmp_path / path.name, change)
-    done = call("verify", out, "--source", other, "--checks", "files,weights", "--json")
-    assert done.exit_code == 1
-    found = [
-        one["where"]
-        for check in json.loads(done.stdout)["checks"].values()
-        for one in check["findings"]
-    ]
-    assert any("tensor model.layers.1.self_attn.kv_b_proj.weight" in where for where in found), (
-        found
-    )
-    assert not any("experts" in where for where in found)
+    assert_verified(out, path)
 
 
 # --- files
@@ -421,16 +341,13 @@ def test_a_folder_of_several_models(tmp_path: Path) -> None:
     error = refused(tmp_path, RequestError, str(tmp_path))
     assert "mixtral, qwen2_moe" in str(error.found)
     with open_source(first) as source:
-        assert (source.name, source.config["model_type"], source.other_files) == (
-            "qwen2_moe",
-            "qwen2_moe",
-            (),
-        )
+        assert source.name == source.config["model_type"] == "qwen2_moe"
+        assert source.sidecar_files.names == ()
     (tmp_path / "mixtral.gguf").unlink()
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with open_source(tmp_path) as source:
         assert source.config["model_type"] == "qwen2_moe"
-        assert source.other_files == ("tokenizer.json",)
+        assert source.sidecar_files.names == ("tokenizer.json",)
 
 
 def test_the_publishers_config(tmp_path: Path, published: Callable[[str], Path]) -> None:
@@ -500,11 +417,7 @@ def test_unclear_metadata_is_refused(
 )
 def test_a_missing_tensor_is_noticed(tmp_path: Path, name: str) -> None:
     path = recorded("glm4_moe", tmp_path / "plain")
-    rewrite(
-        path,
-        tmp_path / "m.gguf",
-        lambda tensor, data, kind: None if tensor == name else (data, kind),
-    )
+    rewrite(path, tmp_path / "m.gguf", without(name))
     if name == "output.weight":  # then the embedding is both
         with open_source(tmp_path / "m.gguf") as source:
             assert source.config["tie_word_embeddings"]
@@ -521,12 +434,7 @@ def test_another_size_of_heads_is_noticed(tmp_path: Path) -> None:
 
 def test_half_of_a_joined_tensor_is_noticed(tmp_path: Path) -> None:
     path = recorded("deepseek_v3", tmp_path / "plain")
-    name = "blk.1.attn_k_b.weight"
-    rewrite(
-        path,
-        tmp_path / "m.gguf",
-        lambda tensor, data, kind: None if tensor == name else (data, kind),
-    )
+    rewrite(path, tmp_path / "m.gguf", without("blk.1.attn_k_b.weight"))
     refused(tmp_path / "m.gguf", InputError, "layers.1.self_attn.k_b_proj")
 
 
@@ -560,38 +468,17 @@ def test_a_repo_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RequestError) as caught:
             open_source("org/name", is_lazy=True)
         assert "Q8_0/big-Q8_0" in str(caught.value.found)
-        for typed in (
-            "org/name:Q8_0",
-            "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf",
-            f"{hub.url}/x",
-        ):
-            if typed.startswith("http"):
-                typed = (
-                    "https://huggingface.co/org/name/blob/main/Q8_0/big-Q8_0-00002-of-00002.gguf"
-                )
+        for typed in ("org/name:Q8_0", "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf"):
             with open_source(typed, is_lazy=True) as source:
                 assert [file.name.rpartition("/")[2] for file in source.files] == [
                     f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)
                 ]
                 assert source.repo_id == "org/name"
-        done = convert(f"org/name/{first.name}", tmp_path / "out")
-        assert done.exit_code == 0, done.stdout + done.stderr
-        done = call(
-            "verify",
-            tmp_path / "out",
-            "--source",
-            f"org/name/{first.name}",
-            "--checks",
-            "files,weights",
-        )
-        assert done.exit_code == 0, done.stdout + done.stderr
-    done = convert(first, tmp_path / "local")
-    assert done.exit_code == 0
-    ours, theirs = (
-        read_tree(tmp_path / "out" / "experts"),
-        read_tree(tmp_path / "local" / "experts"),
-    )
-    assert ours == theirs
+        run(f"org/name/{first.name}", tmp_path / "out", "int8")
+        assert_verified(tmp_path / "out", f"org/name/{first.name}")
+    run(first, tmp_path / "local", "int8")
+    trees = [read_tree(tmp_path / name / "experts") for name in ("out", "local")]
+    assert trees[0] == trees[1]
 
 
 def test_looking_at_a_repo_fetches_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
