@@ -102,7 +102,7 @@ def load(job: Found) -> Found:
     import torch
 
     from hqconv.artifact.rank_file import RankFile
-    from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
+    from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller
     from hqconv.io.safetensors_header import read_header
     from hqconv.schemas.dtypes import torch_dtype
 
@@ -117,9 +117,7 @@ def load(job: Found) -> Found:
         targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
         files.append((str(path), RankFile(path, path.name, "", "", {}, {}), targets))
     if device.type == "cuda":
-        prepare_buffers(device)
         torch.cuda.synchronize(device)
-        time.sleep(2)  # a server pins them while it creates the model
     job.get("ready", lambda: None)()
     begun = time.monotonic()
     filler = TensorFiller(files)

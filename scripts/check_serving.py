@@ -481,7 +481,7 @@ def packed(source: Path) -> None:
 def gpu_facts(work: Path) -> Path:
     """Write the facts of this machine's GPU, for a command that does not see it."""
     path = work / "gpu.json"
-    words = [sys.executable, "-m", "hqconv.serving.warm.gpus"]
+    words = [sys.executable, "-m", "hqconv.warm.gpus"]
     path.write_text(
         subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout
     )

@@ -443,7 +443,7 @@ def warm(
     ] = None,
 ) -> Result:
     """Compile the kernels for serving an artifact or a checkpoint. Works on any machine with the CUDA compiler."""
-    from hqconv.serving.warm import compile_kernels
+    from hqconv.warm import compile_kernels
 
     document = compile_kernels.warm(
         out,

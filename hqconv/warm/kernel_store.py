@@ -25,21 +25,22 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hqconv.schemas.untrusted_files import read_regular
+from hqconv.kernel_layout.kernel_sources import AGREE, identity, kernel_compiler, kernel_name
+from hqconv.schemas.untrusted_files import parse_json, read_regular
 
 VARIABLE = "HQCONV_WARM_KERNELS"
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
-STORED = re.compile(
-    rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?"
-)  # names of a folder's files
+# names of a folder's files
+STORED = re.compile(rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?")
 _NUM_THREADS = 8
 _one_at_a_time = threading.Lock()
 _HEADER_TIMES = "cuh_last_update_time"  # of Humming's compiler
@@ -72,79 +73,56 @@ class Kernel:
     cubin: bytes
 
 
-@dataclass(frozen=True)
-class WarmKernels:
-    """Result of `use_warm_kernels`. reason: sentence why no kernels are used; None if they are.
-
-    level: of `logging`, for a line with the reason. tuning: tables of the folder.
-    """
-
-    reason: str | None = None
-    level: int = logging.WARNING
-    tuning: Mapping[str, Any] = field(default_factory=dict)
-
-
-def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
+def install(artifact: Path | None, sm_version: int, log: logging.Logger) -> Mapping[str, Any]:
     """Have Humming in this process find the kernels of a folder, if it is vouched for and all agrees.
 
-    artifact: the artifact's folder; None: a repo on the Hub. sm: the artifact's target, 90. To be called once the
-    process has its CUDA device and before its first forward. Safe in any number of processes at once; the folder is
-    only read. Raises nothing: without kernels Humming compiles.
+    artifact: the artifact's folder; None: a repo on the Hub. sm_version: the artifact's target, 90. log: gets one line,
+    which says why kernels are not used. To be called once the process has its CUDA device and before its first forward.
+    Safe in any number of processes at once; the folder is only read.
+
+    Returns the folder's tuning tables, none without kernels. Raises nothing: without kernels Humming compiles.
     """
     value = os.environ.get(VARIABLE, "")
-    if value.lower() in _OFF:
-        return WarmKernels(f"{VARIABLE} is {value}.", logging.DEBUG)
-    is_asked_for = value != ""
-    level = logging.WARNING if is_asked_for else logging.INFO
-    if artifact is None and value.lower() in ("", *_ON):
-        return WarmKernels(
-            f"{VARIABLE} names no folder, and there is none beside a model on the Hub.", level
-        )
-    folder = (
-        Path(value)
-        if artifact is None or value.lower() not in ("", *_ON)
-        else folder_beside(artifact)
-    )
+    level = logging.WARNING
     try:
+        folder = _folder_of(artifact, value)
         document = read_store_manifest(folder)
-        if not is_asked_for:
+        if value == "":
             check_signature(folder, document)
-        _check_agreement(document, sm)
-        check_private(kernel_cache())
-        kernels = read_kernels(folder, document)  # all of them, before the first is used
-        _install_all(list(kernels.values()))
+        here = identity(sm_version)
+        for key, name in AGREE.items():
+            if document.get(key) != here[key]:
+                raise UnusableError(
+                    f"The kernels were compiled for another {name}: {document.get(key)}; here it is {here[key]}."
+                )
+        # all of them, before the first is used
+        _install_all(read_kernels(folder, document))
     except AbsentError as error:
-        return WarmKernels(str(error), level)
+        reason = str(error)
+        if value.lower() in ("", *_OFF):
+            level = logging.INFO
     except UnusableError as error:
-        return WarmKernels(str(error))
+        reason = str(error)
     except Exception as error:  # noqa: BLE001 - a start must not fail for a cache
-        return WarmKernels(
-            f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}"
+        reason = f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}"
+    else:
+        log.info("Kernels that were compiled beforehand are in use")
+        return tuning_tables(document)
+    log.log(level, "Kernels are compiled as they are needed: %s", reason)
+    return {}
+
+
+def _folder_of(artifact: Path | None, value: str) -> Path:
+    """Return the folder that the value of the variable names. Raises AbsentError where it names none."""
+    if value.lower() in _OFF:
+        raise AbsentError(f"{VARIABLE} is {value}.")
+    if value.lower() not in ("", *_ON):
+        return Path(value)
+    if artifact is None:
+        raise AbsentError(
+            f"{VARIABLE} names no folder, and there is none beside a model on the Hub."
         )
-    return WarmKernels(tuning=tuning_tables(document))
-
-
-# --- Humming's cache
-
-CACHE_VARIABLE = "HUMMING_CACHE_DIR"
-
-
-def kernel_cache() -> Path:
-    """Humming's cache of kernels, made for this user alone where it is missing."""
-    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".humming/cache").absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-def check_private(folder: Path) -> None:
-    """Check that a folder of compiled kernels is this user's, and no other's to write. Raises UnusableError."""
-    status = folder.stat()
-    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
-    if status.st_uid != user or mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UnusableError(
-            f"Others can write into {folder}, where kernels are loaded from: expected a folder of user {user}, found "
-            f"one of user {status.st_uid} with mode {mode:o}. Close it with `chmod go-w`, or set {CACHE_VARIABLE}."
-        )
+    return folder_beside(artifact)
 
 
 # --- the key
@@ -159,7 +137,7 @@ def _key_path() -> Path:
 
 
 def _read_key() -> bytes:
-    """Read this user's key. Raises UnusableError without one, and for a file that others can read or have made."""
+    """Read this user's key. Raises UnusableError without one, and for a file that others can read or have created."""
     path = _key_path()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -187,26 +165,25 @@ def make_key() -> None:
         if above.stat().st_uid != os.geteuid():  # as with sudo, which may keep HOME
             raise UnusableError(f"The key {path} is not made: {above} belongs to another user.")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = path.with_name(f".warm.key-{os.urandom(8).hex()}")
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        new = path.with_name(f".warm.key-{os.urandom(8).hex()}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(os.urandom(_KEY_BYTES))
                 file.flush()
                 os.fsync(descriptor)
             with suppress(FileExistsError):
-                os.link(made, path)  # whole, or not at all
+                os.link(new, path)  # whole, or not at all
         finally:
-            made.unlink()
+            new.unlink()
     except OSError as error:
         raise UnusableError(f"The key {path} cannot be made: {error.strerror}.") from error
 
 
 def _signature(document: Mapping[str, Any]) -> str:
     content = {key: value for key, value in document.items() if key != _SIGNATURE}
-    return hmac.new(
-        _read_key(), b"hqconv warm\n" + json.dumps(content, sort_keys=True).encode(), "sha256"
-    ).hexdigest()
+    message = b"hqconv warm\n" + json.dumps(content, sort_keys=True).encode()
+    return hmac.new(_read_key(), message, "sha256").hexdigest()
 
 
 def signed(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,17 +194,15 @@ def signed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_signature(folder: Path, document: Mapping[str, Any]) -> None:
     """Check that `hqconv warm` of this user made a manifest. Raises UnusableError."""
+    reason = f"`hqconv warm` of this user did not make {folder}."
     try:
-        found = document.get(_SIGNATURE)
-        if isinstance(found, str) and hmac.compare_digest(
-            found.encode(), _signature(document).encode()
-        ):
+        found = str(document.get(_SIGNATURE)).encode()
+        if hmac.compare_digest(found, _signature(document).encode()):
             return
-        why = f"`hqconv warm` of this user did not make {folder}."
     except UnusableError as error:
-        why = str(error)
+        reason = str(error)
     raise UnusableError(
-        f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1."
+        f"{reason} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1."
     )
 
 
@@ -247,8 +222,8 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         raise AbsentError(f"{folder} cannot be read: there is no such folder.")
     path = folder / MANIFEST
     try:
-        document = json.loads(_read(path, _MAX_MANIFEST_BYTES))
-    except (ValueError, RecursionError) as error:
+        document = parse_json(_read(path, _MAX_MANIFEST_BYTES))
+    except ValueError as error:
         raise UnusableError(f"{path} is damaged: {error}.") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
@@ -267,62 +242,48 @@ def tuning_tables(document: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _check_agreement(document: dict[str, Any], sm: int) -> None:
-    from hqconv.kernel_layout.kernel_sources import AGREE, identity
-
-    here = identity(sm)
-    for key, name in AGREE.items():
-        if document.get(key) != here[key]:
-            raise UnusableError(
-                f"The kernels were compiled for another {name}: {document.get(key)}; here it is {here[key]}."
-            )
-
-
-def read_kernels(folder: Path, document: dict[str, Any]) -> dict[str, Kernel]:
+def read_kernels(folder: Path, document: Mapping[str, Any]) -> list[Kernel]:
     """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
     listed = document["kernels"]
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
-        return dict(
-            zip(
-                listed,
-                pool.map(lambda name: read_kernel(folder, name, listed[name]), listed),
-                strict=True,
-            )
-        )
+        return list(pool.map(partial(read_kernel, folder), listed, listed.values()))
 
 
 def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
     """Read one kernel of a manifest's list. Raises UnusableError if a file differs from the manifest."""
-    from hqconv.kernel_layout.kernel_sources import kernel_name
-
     if not (_NAME.fullmatch(name) and isinstance(entry, dict)):
         raise UnusableError(f"{folder / MANIFEST} is damaged: {name!r} is no kernel.")
-    source, cubin = (_read(folder / f"{name}.{kind}", _MAX_FILE_BYTES) for kind in ("cu", "cubin"))
+    source = _read(folder / f"{name}.cu", _MAX_FILE_BYTES)
+    cubin = _read(folder / f"{name}.cubin", _MAX_FILE_BYTES)
     if sha256(cubin).hexdigest() != entry.get("cubin_sha256") or not cubin.startswith(b"\x7fELF"):
         raise UnusableError(f"{folder / name}.cubin is not the file that the manifest lists.")
     try:
-        code = source.decode()
-        facts = (
+        kernel = Kernel(
+            source.decode(),
             str(entry["expression"]),
             str(entry["architecture"]),
             bool(entry["without_fast_math"]),
+            cubin,
         )
     except (ValueError, KeyError) as error:
         raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
-    if kernel_name(code, *facts) != name:
+    own_name = kernel_name(
+        kernel.code, kernel.expression, kernel.architecture, kernel.without_fast_math
+    )
+    if own_name != name:
         raise UnusableError(f"{folder / name}.cu is not the source that the manifest lists.")
-    return Kernel(code, *facts, cubin)
+    return kernel
+
+
+# --- Humming's cache
 
 
 def _install_all(kernels: list[Kernel]) -> None:
     """Write kernels to the paths where Humming looks for their sources; existing ones stay."""
-    from hqconv.kernel_layout.kernel_sources import kernel_compiler
-
     compiler = kernel_compiler()
-    words = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
-    flags = {
-        word: compiler.get_flags(*word) for word in words
-    }  # in this thread, whose GPU is the server's
+    variants = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
+    # in this thread, whose GPU is the server's
+    flags = {variant: compiler.get_flags(*variant) for variant in variants}
     with _headers_seen_once(compiler), ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
         # Humming writes five small files for each kernel: threads wait side by side.
         list(pool.map(lambda kernel: _install(kernel, compiler, flags), kernels))

@@ -101,7 +101,7 @@ KNOWN = {
     for name, model in GPUS.items()
     if model.figures is not None
 }
-_OWN_FACTS = "`python -m hqconv.serving.warm.gpus > gpu.json` on the server writes its GPU's figures: --gpu gpu.json."
+_OWN_FACTS = "`python -m hqconv.warm.gpus > gpu.json` on the server writes its GPU's figures: --gpu gpu.json."
 
 
 def choose_gpu(text: str | None, sm_version: int | None) -> Gpu:
@@ -110,49 +110,36 @@ def choose_gpu(text: str | None, sm_version: int | None) -> Gpu:
     Raises RequestError if there is none, its figures are not known, or it is not of the target `sm_version`, where one
     is given.
     """
+    fitting = [name for name, gpu in KNOWN.items() if sm_version in (None, gpu.sm_version)]
+    expected = f"{', '.join(fitting)}, or a JSON file of facts"
     name = None if text is None else gpu_named(text)
-    if name is not None and GPUS[name].sm_version != (sm_version or GPUS[name].sm_version):
-        raise _other_architecture(name, GPUS[name].sm_version, sm_version)
-    if name is not None and name not in KNOWN:
+    if text is None:
+        gpu = _gpu_here(expected)
+    elif name is None:
+        gpu = _read_gpu(Path(text), expected)
+    elif name in KNOWN:
+        gpu = KNOWN[name]
+    else:
         what = "The figures of this GPU are not known to hqconv."
+        raise RequestError(what, where="--gpu", expected=expected, found=name, remedy=_OWN_FACTS)
+    if sm_version not in (None, gpu.sm_version):
         raise RequestError(
-            what, where="--gpu", expected=_names(sm_version), found=name, remedy=_OWN_FACTS
+            "The artifact is for another GPU architecture.",
+            where="--gpu",
+            expected=f"a GPU of sm{sm_version}: {expected}",
+            found=f"{gpu.name}, sm{gpu.sm_version}",
         )
-    gpu = (
-        KNOWN[name]
-        if name is not None
-        else _here(sm_version)
-        if text is None
-        else _read(Path(text))
-    )
-    if gpu.sm_version != (sm_version or gpu.sm_version):
-        raise _other_architecture(gpu.name, gpu.sm_version, sm_version)
     return gpu
 
 
-def _other_architecture(name: str, found: int, sm_version: int | None) -> RequestError:
-    what, expected = (
-        "The artifact is for another GPU architecture.",
-        f"a GPU of sm{sm_version}: {_names(sm_version)}",
-    )
-    return RequestError(what, where="--gpu", expected=expected, found=f"{name}, sm{found}")
-
-
-def _names(sm_version: int | None) -> str:
-    """Return the names of GPUs of an architecture, or of all, whose figures are known, and the way for others."""
-    fitting = [name for name, gpu in KNOWN.items() if sm_version in (None, gpu.sm_version)]
-    return ", ".join([*fitting, "or a JSON file of facts"])
-
-
-def _here(sm_version: int | None) -> Gpu:
-    """Facts of this machine's GPU."""
+def _gpu_here(expected: str) -> Gpu:
     try:
         return facts_here()
     except Exception as error:  # no driver, no GPU: ImportError, RuntimeError … of a C extension
         raise RequestError(
             "There is no GPU here to compile for.",
             where="--gpu",
-            expected=_names(sm_version),
+            expected=expected,
             remedy=f"Name the server's GPU with --gpu. {_OWN_FACTS}",
         ) from error
 
@@ -163,27 +150,27 @@ def facts_here() -> Gpu:
     return Gpu(**{field.name: getattr(device, field.name) for field in fields(Gpu)})
 
 
-def _read(path: Path) -> Gpu:
-    known = f"one of {', '.join(KNOWN)}, or a JSON file of facts"
+def _read_gpu(path: Path, expected: str) -> Gpu:
     try:
         document = read_json(path)
         gpu = Gpu(**{field.name: document[field.name] for field in fields(Gpu)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
-        remedy = f"{close_to(str(path).lower(), KNOWN)} {_OWN_FACTS}".strip()
         raise RequestError(
-            what, where="--gpu", expected=known, found=found, remedy=remedy
+            "There is no such GPU.",
+            where="--gpu",
+            expected=expected,
+            found=f"{path} ({type(error).__name__}: {error})",
+            remedy=f"{close_to(str(path).lower(), KNOWN)} {_OWN_FACTS}".strip(),
         ) from error
     numbers = [value for name, value in gpu.to_dict().items() if name != "name"]
-    if (
-        not all(type(value) is int and value > 0 for value in numbers)
-        or gpu.sm_version not in _ARCHITECTURES
-    ):
-        what, expected = (
+    are_positive = all(type(value) is int and value > 0 for value in numbers)
+    if not are_positive or gpu.sm_version not in _ARCHITECTURES:
+        raise RequestError(
             "A file of GPU facts makes no sense.",
-            f"positive numbers, sm of {[*_ARCHITECTURES]}",
+            where=str(path),
+            expected=f"positive numbers, sm of {[*_ARCHITECTURES]}",
+            found=numbers,
         )
-        raise RequestError(what, where=str(path), expected=expected, found=numbers)
     return gpu
 
 

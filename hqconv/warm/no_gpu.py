@@ -49,18 +49,18 @@ ASKED_OF_CUTLASS: dict[str, Callable[[int], bool]] = {
 }
 
 
-_kept: list[Any] = []  # lives as long as the process
+_libraries_alive: list[Any] = []  # lives as long as the process
 platform: Any = None  # of `pretend`
 
 
 class Anything:
     """Stand-in for whatever a module wants of a library that is not there."""
 
-    def __init__(self, *args: Any, **words: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not words else Anything()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Anything()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__name__":
@@ -70,7 +70,7 @@ class Anything:
     def __getitem__(self, key: object) -> Any:
         return Anything()
 
-    def __or__(self, other: object) -> Any:
+    def __or__(self, operand: object) -> Any:
         return Anything()
 
     __ror__ = __or__
@@ -155,8 +155,8 @@ def platform_class(sm_version: int, name: str, sm_count: int) -> Any:
     facts = {"sm_version": sm_version, "name": name, "sm_count": sm_count}
     capability = interface.DeviceCapability(*divmod(sm_version, 10))
     # While vLLM is imported its modules for CUDA would look for compiled extensions.
-    words = {**facts, "capability": capability, "_enum": interface.PlatformEnum.OOT}
-    return type("Pretended", (_Answers, interface.Platform), words)
+    members = {**facts, "capability": capability, "_enum": interface.PlatformEnum.OOT}
+    return type("Pretended", (_Answers, interface.Platform), members)
 
 
 class _Answers:
@@ -217,7 +217,7 @@ class _Answers:
         )
 
     @classmethod
-    def get_mla_prefill_backend_cls(cls, *args: Any, **words: Any) -> Any:
+    def get_mla_prefill_backend_cls(cls, *args: Any, **kwargs: Any) -> Any:
         return _NoPrefill
 
 
@@ -255,7 +255,7 @@ def _find_operators() -> None:
     for name, answer in ASKED_OF_CUTLASS.items():
         extension.define(f"cutlass_{name}(int capability) -> bool")
         extension.impl(f"cutlass_{name}", answer, "CompositeExplicitAutograd")
-    _kept.append(extension)
+    _libraries_alive.append(extension)
 
 
 def _stand_in() -> None:
@@ -270,7 +270,7 @@ def _stand_in() -> None:
             setattr(attention, name, Anything())
     for name in torch.accelerator.__all__:
         if "memory" in name or name in ("empty_cache", "synchronize", "current_device_index"):
-            setattr(torch.accelerator, name, lambda *args, **words: 0)
+            setattr(torch.accelerator, name, lambda *args, **kwargs: 0)
     experts: Any = importlib.import_module(
         "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe"
     )
@@ -302,10 +302,10 @@ def building(vllm_config: Any, dtype: torch.dtype = torch.bfloat16) -> Iterator[
     import transformers
 
     config: Any = importlib.import_module("vllm.config")
-    of_dtype: Any = importlib.import_module("vllm.utils.torch_utils").set_default_torch_dtype
+    default_dtype: Any = importlib.import_module("vllm.utils.torch_utils").set_default_torch_dtype
     with (
         config.set_current_vllm_config(vllm_config),
-        of_dtype(dtype),
+        default_dtype(dtype),
         torch.device("cpu"),
         patch("torch.cuda.Stream", _NoPrefill),
         patch("torch.cuda.Event", _NoPrefill),

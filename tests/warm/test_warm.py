@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.kernel_layout.kernel_sources import (
@@ -30,18 +30,14 @@ from hqconv.kernel_layout.kernel_sources import (
     toolkit,
 )
 from hqconv.schemas.activation import Activation
-from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation
-from hqconv.serving.warm.gpus import KNOWN, choose_gpu
-from hqconv.serving.warm.kernel_store import (
-    MANIFEST,
-    folder_beside,
-    read_kernels,
-    read_store_manifest,
-)
+from hqconv.serving.vllm.translation import PREQUANTIZED
+from hqconv.warm.compile_kernels import compute_settings, kernel_activation, warm
+from hqconv.warm.gpus import KNOWN, choose_gpu
+from hqconv.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
-WORDS: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "sm_version": 90,
     "num_experts": 64,
     "shape_n": 1536,
@@ -70,23 +66,26 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
-    told: list[str] = []
-    words = warm(artifact, gpu="h200", kernels=folder, announce=told.append)
-    assert compiler.num_compiled == words["num_compiled"] == words["num_kernels"] > 10
-    num = words["num_kernels"]
-    assert told == [
+    lines: list[str] = []
+    document = warm(artifact, gpu="h200", kernels=folder, announce=lines.append)
+    num = document["num_kernels"]
+    assert compiler.num_compiled == document["num_compiled"] == num > 10
+    assert lines == [
         f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."
     ]
     manifest = read_store_manifest(folder)
-    kernels = read_kernels(folder, manifest)
-    assert len(kernels) == words["num_kernels"]
+    assert len(manifest["kernels"]) == num
     assert {path.name for path in folder.iterdir()} == {MANIFEST} | {
-        f"{name}.{kind}" for name in kernels for kind in ("cu", "cubin")
+        f"{name}.{kind}" for name in manifest["kernels"] for kind in ("cu", "cubin")
     }
-    assert any("(a / (1.f + expf(-a))) * b" in kernel.code for kernel in kernels.values())
+    assert any("(a / (1.f + expf(-a))) * b" in code for code in codes(folder))
     assert (manifest["target"], manifest["compiler"]) == ("sm90", "FakeCompiler fake+13.0")
-    assert (manifest["humming_kernels_version"], words["kind"]) == ("0.1.19", "warm")
+    assert (manifest["humming_kernels_version"], document["kind"]) == ("0.1.19", "warm")
     assert str(tmp_path) not in (folder / MANIFEST).read_text()
+
+
+def codes(folder: Path) -> set[str]:
+    return {kernel.code for kernel in read_kernels(folder, read_store_manifest(folder))}
 
 
 def test_kernels_of_each_gemms_schema(artifact: Path, compiler: Any, tmp_path: Path) -> None:
@@ -94,23 +93,14 @@ def test_kernels_of_each_gemms_schema(artifact: Path, compiler: Any, tmp_path: P
     source, found = artifact.parent / "source", {}
     for schema in ("int4-g64-h64", "fp8", "int4-g64-h64+fp8"):
         hqconv.convert(source, tmp_path / schema, schema=schema, target="sm90", device="cpu")
-        warm(tmp_path / schema, gpu="h200", kernels=tmp_path / f"kernels {schema}")
         folder = tmp_path / f"kernels {schema}"
-        found[schema] = {
-            one.code for one in read_kernels(folder, read_store_manifest(folder)).values()
-        }
+        warm(tmp_path / schema, gpu="h200", kernels=folder)
+        found[schema] = codes(folder)
     rotated, plain, both = found.values()
     assert both <= rotated | plain
     assert both & (rotated - plain)
     assert both & (plain - rotated)
     assert (rotated | plain) - both
-
-
-SECOND = (
-    ("int4-g32-e4m3", "TENSOR"),
-    ("int4-g32-e4m3-row", "CHANNEL"),
-    ("fp4-g32-e8m0-row", "CHANNEL"),
-)
 
 
 @pytest.mark.full
@@ -135,8 +125,8 @@ def test_another_compiler_replaces_all(
     use_compiler(monkeypatch, fake_compiler("13.0"))
     warm(artifact, gpu="h200", kernels=folder)
     newer = use_compiler(monkeypatch, fake_compiler("13.1"))
-    words = warm(artifact, gpu="h20", kernels=folder)
-    assert newer.num_compiled == words["num_kernels"] == len(list(folder.glob("*.cubin")))
+    document = warm(artifact, gpu="h20", kernels=folder)
+    assert newer.num_compiled == document["num_kernels"] == len(list(folder.glob("*.cubin")))
     assert read_store_manifest(folder)["compiler"] == "FakeCompiler fake+13.1"
 
 
@@ -152,64 +142,46 @@ def test_an_interrupted_run_lists_nothing(artifact: Path, compiler: Any, tmp_pat
 
 
 def test_beside_the_artifact_by_default(artifact: Path, compiler: Any) -> None:
-    words = warm(str(artifact), gpu="h200")
-    assert words["folder"] == str(folder_beside(artifact)) == f"{artifact}-kernels"
+    document = warm(str(artifact), gpu="h200")
+    assert document["folder"] == str(folder_beside(artifact)) == f"{artifact}-kernels"
     assert hqconv.verify(artifact, checks=("files",)).passed
 
 
-def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError], str]]:
-    stray = tmp_path / "stray"
-    stray.mkdir()
-    (stray / "thesis.tex").write_text("years")
-    odd = tmp_path / "gpu.json"
-    odd.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_count": "many"}))
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 110}))
-    apart = tmp_path / "apart.json"
-    apart.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "deep").write_text("[" * 100_000)
-    return {
-        "a pipe": ({"gpu": str(tmp_path / "pipe")}, RequestError, "not a regular file"),
-        "no end": ({"gpu": str(tmp_path / "deep")}, RequestError, "no such GPU"),
-        "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
-        "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
-        "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
-        "nonsense": ({"gpu": str(odd)}, RequestError, "makes no sense"),
-        "no architecture": ({"gpu": str(other)}, RequestError, "makes no sense"),
-        "another architecture": (
-            {"gpu": str(apart)},
-            RequestError,
-            "a GPU of sm90: h100, h100-pcie, h20, h200",
-        ),
-        "a name of another": ({"gpu": "B200"}, RequestError, "found: b200, sm100"),
-        "a name without figures": ({"gpu": "gh200"}, RequestError, "gpu.json"),
-        "almost a name": ({"gpu": "h2000"}, RequestError, r"Did you mean h200\?"),
-    }
+REFUSED: dict[str, tuple[dict[str, str | None], type[HqconvError], str]] = {
+    "a pipe": ({"gpu": "pipe"}, RequestError, "not a regular file"),
+    "no end": ({"gpu": "deep"}, RequestError, "no such GPU"),
+    "files of others": ({"kernels": "stray"}, OutputError, "thesis.tex"),
+    "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
+    "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
+    "nonsense": ({"gpu": "sm_count=many"}, RequestError, "makes no sense"),
+    "another architecture": (
+        {"gpu": "sm_version=120"},
+        RequestError,
+        "a GPU of sm90: h100, h100-pcie, h20, h200",
+    ),
+    "a name of another": ({"gpu": "B200"}, RequestError, "found: NVIDIA B200, sm100"),
+    "a name without figures": ({"gpu": "gh200"}, RequestError, "gpu.json"),
+    "almost a name": ({"gpu": "h2000"}, RequestError, r"Did you mean h200\?"),
+}
 
 
-REFUSED = (
-    "a folder of others",
-    "no GPU",
-    "unknown",
-    "nonsense",
-    "no architecture",
-    "another architecture",
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*REFUSED, "a pipe", "no end", "a name of another", "a name without figures", "almost a name"],
-)
-def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
-    import torch
-
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(
+    case: str, artifact: Path, compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if case == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    options, kind, text = refusals(tmp_path)[case]
+    monkeypatch.chdir(tmp_path)
+    Path("stray").mkdir()
+    Path("stray/thesis.tex").write_text("years")
+    os.mkfifo("pipe")
+    Path("deep").write_text("[" * 100_000)
+    for name, value in (("sm_count", "many"), ("sm_version", 120)):
+        facts = {**KNOWN["h200"].to_dict(), name: value}
+        Path(f"{name}={value}").write_text(json.dumps(facts))
+    options, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
-        warm(artifact, **{"gpu": "h200", "kernels": tmp_path / "kernels", **options})
+        warm(artifact, **{"gpu": "h200", "kernels": "kernels", **options})  # type: ignore[arg-type]
     assert compiler.num_compiled == 0
 
 
@@ -219,17 +191,17 @@ def test_a_checkpoint_without_the_engine(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     source = artifact.parent / "source"
     hqconv.convert(source, tmp_path / "out", schema="mxfp4", layout="checkpoint", device="cpu")
-    for one in (source, tmp_path / "out"):
+    for checkpoint in (source, tmp_path / "out"):
         with pytest.raises(RequestError, match="no vLLM here"):
-            warm(one, gpu="h200")
+            warm(checkpoint, gpu="h200")
     with pytest.raises(RequestError, match="HUMMING_CACHE_DIR"):
         warm(source, gpu="h200", kernels=tmp_path / "kernels")
 
 
-@pytest.mark.parametrize("words", [{"tp": 2}, {"ep": 4}, {"quantization": "humming"}])
-def test_an_artifact_has_its_own_ranks(words: dict[str, Any], artifact: Path) -> None:
+@pytest.mark.parametrize("options", [{"tp": 2}, {"ep": 4}, {"quantization": "humming"}])
+def test_an_artifact_has_its_own_ranks(options: dict[str, Any], artifact: Path) -> None:
     with pytest.raises(RequestError, match="its own ranks and schema"):
-        warm(artifact, gpu="h200", **words)
+        warm(artifact, gpu="h200", **options)
 
 
 def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
@@ -242,14 +214,8 @@ def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     assert f"HQCONV_WARM_KERNELS={folder}" in done.stdout
     again = CliRunner().invoke(app, [*command, "--json"])
     assert json.loads(again.stdout)["num_compiled"] == 0
-
-
-def test_the_command_says_who_takes_the_kernels(artifact: Path, compiler: Any) -> None:
     done = CliRunner().invoke(app, ["warm", str(artifact), "--gpu", "h200"])
-    assert (
-        "A server of this user takes them by itself, any other with HQCONV_WARM_KERNELS=1."
-        in done.stdout
-    )
+    assert "any other with HQCONV_WARM_KERNELS=1." in done.stdout
 
 
 def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,24 +233,10 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_settings(False)
 
 
-@pytest.mark.full
-def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
-    found = {}
-    for name, gpu in ((name, KNOWN[name]) for name in ("h200", "h100", "h20")):
-        with standing_in(gpu.facts()):
-            found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(INDEXED))}
-    assert found["h200"] == found["h100"] != found["h20"]
-    with standing_in(KNOWN["h200"].facts()):
-        for kind in (CONTIGUOUS, MASKED):
-            assert not found["h200"] & {
-                kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(kind))
-            }
-
-
 def test_tokens_that_come_quantized_need_no_kernel() -> None:
     """vLLM quantizes fp8 in groups of 128 itself; everything else is quantized, and scattered, by Humming's kernel."""
     fp8 = {
-        **WORDS,
+        **CONFIG,
         "a_dtype": "float8e4m3",
         "as_dtype": "float32",
         "input_quant_mode": "dynamic_token",
@@ -299,8 +251,8 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
             assert input_kernels(static, settings, None, 2)
             assert not input_kernels(grouped, settings, None, 2)
             each = [
-                {k.name for k in input_kernels(words, settings, silu, 2)}
-                for words in (fp8, grouped, static)
+                {k.name for k in input_kernels(config, settings, silu, 2)}
+                for config in (fp8, grouped, static)
             ]
             assert all(each)
             assert not each[0] & each[1]
@@ -309,19 +261,13 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
 
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
     """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
-    words = kernel_activation(Activation("silu"), gated=True)
+    silu = kernel_activation(Activation("silu"), gated=True)
     with standing_in(KNOWN["h200"].facts()):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
-            for activation in (None, words):
-                plain, rotated = (
-                    {
-                        kernel.code
-                        for kernel in input_kernels(
-                            WORDS, ComputeSettings(kind), activation, 8, rotation
-                        )
-                    }
-                    for rotation in (0, 128)
-                )
+            settings = ComputeSettings(kind)
+            for activation in (None, silu):
+                plain = {k.code for k in input_kernels(CONFIG, settings, activation, 8)}
+                rotated = {k.code for k in input_kernels(CONFIG, settings, activation, 8, 128)}
                 assert rotated
                 assert not plain & rotated
                 assert bool(plain) == (kind == CONTIGUOUS or activation is not None)
@@ -344,11 +290,11 @@ def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPat
     with standing_in(KNOWN["h200"].facts()):
         try:
             with toolkit():
-                kernels = [*gemm_kernels(WORDS, ComputeSettings(INDEXED))][:1]
+                kernels = [*gemm_kernels(CONFIG, ComputeSettings(INDEXED))][:1]
                 agreed = identity(90)
-                made = {compile_kernel(kernel, kernel_compiler()) for kernel in kernels * 2}
+                cubins = {compile_kernel(kernel, kernel_compiler()) for kernel in kernels * 2}
         except RequestError as error:
             pytest.skip(f"no {kind} here: {error.found}")
     assert agreed["compiler"].startswith(f"{kind.upper()}Compiler {kind}+")
-    assert len(made) == 1  # the same bytes again
-    assert made.pop().startswith(b"\x7fELF")
+    assert len(cubins) == 1  # the same bytes again
+    assert cubins.pop().startswith(b"\x7fELF")

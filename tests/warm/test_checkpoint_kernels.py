@@ -17,10 +17,9 @@ import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import OutputError, RequestError
 from hqconv.kernel_layout.kernel_sources import standing_in, toolkit
-from hqconv.serving.vllm import stock_checkpoint
-from hqconv.serving.vllm.kernel_requests import compute_settings
-from hqconv.serving.warm.compile_kernels import _sources
-from hqconv.serving.warm.gpus import KNOWN
+from hqconv.warm import checkpoint_kernels
+from hqconv.warm.compile_kernels import artifact_kernels, compute_settings
+from hqconv.warm.gpus import KNOWN
 from scripts.check_serving import packed
 from tests.make.families import save_family
 from tests.make.places import REPO
@@ -37,7 +36,7 @@ def asked(model: Path, tp: int = 1, ep: int = 1, **server: str) -> dict[str, Any
     named = {"quantization": None, "moe_backend": None, **server}
     job = {"model": str(model), "tp": tp, "ep": ep, **named, "jobs": 0, "gpu": GPU.to_dict()}
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
+    command = [sys.executable, "-m", "hqconv.warm.checkpoint_kernels", json.dumps(job)]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False
     )
@@ -50,7 +49,7 @@ def asked(model: Path, tp: int = 1, ep: int = 1, **server: str) -> dict[str, Any
 def of_artifact(out: Path) -> set[str]:
     """Kernels of a kernel artifact, by hqconv's own knowledge of what vLLM asks for."""
     with Artifact(out) as artifact, standing_in(GPU.facts()), toolkit():
-        return set(_sources(artifact, compute_settings(artifact.grid.ep > 1))[0])
+        return set(artifact_kernels(artifact, compute_settings(artifact.grid.ep > 1))[0])
 
 
 @pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"ep": 2}], ids=["one", "tp", "ep"])
@@ -129,41 +128,17 @@ def configured(source: Path, quantization: dict[str, Any]) -> Path:
     return source
 
 
-def test_a_cache_that_others_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "new"))
-    assert stock_checkpoint.private_cache().stat().st_mode & 0o777 == 0o700
-    (tmp_path / "new").chmod(0o777)
-    with pytest.raises(OutputError, match="mode 777"):
-        stock_checkpoint.private_cache()
-
-
-@pytest.mark.parametrize("case", ["a file", "no home"])
-def test_a_cache_that_cannot_be_made(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_home() -> Path:
-        raise RuntimeError
-
+def test_a_cache_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setenv(
-        stock_checkpoint.CACHE_VARIABLE,
-        str(tmp_path / "file" / "cache") if case == "a file" else "",
-    )
-    with pytest.raises(
-        OutputError,
-        match=f"(?s)cannot be made.*what to do: Set {stock_checkpoint.CACHE_VARIABLE} to",
-    ) as told:
-        stock_checkpoint.private_cache()
-    assert told.value.where == (str(tmp_path / "file" / "cache") if case == "a file" else "~")
+    monkeypatch.setenv(checkpoint_kernels.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    with pytest.raises(OutputError, match=f"Set {checkpoint_kernels.CACHE_VARIABLE} to"):
+        checkpoint_kernels.warm_checkpoint(str(tmp_path), GPU, SERVER, 1, print)
 
 
 def test_what_vllm_says_of_a_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(checkpoint_kernels.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]})
     )
     with pytest.raises(RequestError, match="gearbox"):
-        stock_checkpoint.warm_checkpoint(str(tmp_path), GPU, SERVER, 1, print)
+        checkpoint_kernels.warm_checkpoint(str(tmp_path), GPU, SERVER, 1, print)
