@@ -29,7 +29,6 @@ from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.io.hub_upload import HubBranch
 from hqconv.models.source_protocol import Source
-from hqconv.planning.allocation import Candidates, plan_candidates
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import (
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
-    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
     from hqconv.verification.result import VerificationReport
@@ -172,10 +170,9 @@ def allocate(
     bits: float | None = None,
     candidates: str | Sequence[str] | None = None,
     revision: str | None = None,
-    on_plan: Callable[[Candidates, Path], None] | None = None,
     progress: OnProgress | None = None,
     **options: Unpack[ConvertKeywords],
-) -> AllocationReport:
+) -> dict[str, Any]:
     """Choose a schema for each GEMM of each MoE layer by measured losses within a budget, and write a recipe.
 
     The model runs once over the text `calibrate`, `builtin` if none is given. Every candidate is quantized as `convert`
@@ -184,13 +181,15 @@ def allocate(
     An earlier recipe is replaced. size: bytes of the experts' tensors on all ranks, padding included, or text such as
     "120GB"; bits: the same as mean bits for each weight of the experts, to two decimals. One of the two is needed.
     candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
-    on_plan: called with the candidates and the recipe's path before the measurement.
     src, revision, progress, options: as of `convert`.
     Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
     arguments, run = split_options(options)
     if unknown := arguments.keys() & set(NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    if (size is None) == (bits is None):
+        what, expected = "An allocation needs one budget.", "either --size or --bits"
+        raise RequestError(what, where="--size, --bits", expected=expected)
     if arguments.get("calibrate") is None:
         arguments["calibrate"] = BUILTIN
     given = {
@@ -198,7 +197,7 @@ def allocate(
         for option in fields(ConversionArguments)
         if arguments.get(option.name, option.default) not in (option.default, None)
     }
-    parsed = ConversionOptions.parse(**given, schema="mxfp4")  # a candidate has its own
+    parsed = _parse(None, {**arguments, "schema": "mxfp4"})  # a candidate has its own
     size_bytes = None if size is None else parse_bytes(size, "--size")
     if isinstance(candidates, str):
         candidates = candidates.replace(" ", "").split(",")
@@ -209,15 +208,19 @@ def allocate(
     resources = resources_of(run)
     with open_source(src, revision) as source:
         target = choose_target(parsed, source, resources.device_name)
-        with without_gc():
-            planned = plan_candidates(parsed, candidates, source, target)
         budget = f"{bits:g}bits" if size is None else str(size).replace(" ", "")
         place = Path(f"{source.name}-{budget}.toml" if out is None else out)
-        check_places(source.place, place)
-        if on_plan is not None:
-            on_plan(planned, place)
         return run_allocation(
-            source, planned, (size_bytes, bits), given, place, resources, progress
+            source,
+            parsed,
+            target,
+            candidates,
+            size_bytes,
+            bits,
+            given,
+            check_places(source.place, place),
+            resources,
+            progress,
         )
 
 

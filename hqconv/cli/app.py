@@ -32,7 +32,6 @@ from hqconv.schemas.options import NOT_ALLOCATED, split_options
 from hqconv.version import __version__
 
 if TYPE_CHECKING:
-    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
 
 # Typer does not export UsageError and contains its own Click.
@@ -314,25 +313,18 @@ def allocate(
     """Choose a schema for each GEMM of each layer within a budget, and write a recipe for convert --config."""
     from hqconv import api
 
-    def on_plan(candidates: Candidates, _: Path) -> None:
-        screen.warn(
-            *(f"{name} is no candidate: {why}" for name, why in candidates.left_out.items())
-        )
-
     with screen.progress() as progress:
-        report = api.allocate(
+        document = api.allocate(
             src,
             out,
             size=size,
             bits=bits,
             candidates=candidates,
             revision=revision,
-            on_plan=on_plan,
             progress=progress.update,
             **options,
         )
-    screen.warn(*report.warnings)
-    return Result(report.to_dict())
+    return Result(document)
 
 
 @app.command()

@@ -28,8 +28,8 @@ from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.expected import ExpectedArtifact
 from hqconv.artifact.manifest import json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
+from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
@@ -351,8 +351,7 @@ class _Conversion:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
             for layer in _calibrated_layers(missing):
                 self.inputs.expect(layer.layer, num_batches(layer, self.staging.num_experts))
-        is_calibrated = self.plan.spec.encoding.calibration is not None
-        with bounded_gpu(self.resources, "Then go on with --resume.", is_calibrated=is_calibrated):
+        with bounded_gpu(self.resources, "Then go on with --resume."):
             executor = Executor(
                 self.source,
                 folder.root,
@@ -468,7 +467,7 @@ def calibrated_inputs(
     RequestError where the text changed since the plan, or the activation of the experts is not known.
     """
     calibration = plan.spec.encoding.calibration
-    if calibration is None or not calibration.files or not layers:
+    if calibration is None or calibration.path is None or not layers:
         yield None
         return
     unknown = next((one.layer for one in layers if not one.layer.knows_activation), None)
@@ -482,7 +481,7 @@ def calibrated_inputs(
     source.fetch(plan.other_files)  # the tokenizer's among them
     with expert_inputs(
         source,
-        calibration.files,
+        calibration.path,
         calibration.num_tokens,
         calibration.context_length,
         resources.device,

@@ -207,8 +207,8 @@ class ConversionArguments:
         choices=QUANTIZERS,
     )
     calibrate: str | Path | None = option(
-        "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, a "
-        "folder, or builtin. Needs transformers."
+        "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, "
+        "or builtin. Needs transformers."
     )
     calibrate_tokens: int = option(
         "Number of tokens of TEXT that are read, at most.", 65536, least=2

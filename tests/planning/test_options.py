@@ -48,7 +48,7 @@ def test_a_manifest_gives_back_the_options(options: EncodingOptions) -> None:
                 {},
                 [],
                 {**ENTRY, "more": 1},
-                *({**ENTRY, key: value} for key in ENTRY for value in ("", None, True, 1)),
+                *({**ENTRY, key: value} for key in ENTRY for value in (None, True)),
             )
         ),
     ],

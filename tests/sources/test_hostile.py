@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as serialize
 
-from hqconv.conversion.resources import working_bytes
+from hqconv.conversion.resources import cpu_need
 from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.encoding import part_names
 from hqconv.models.expert_map import map_experts
@@ -525,5 +525,5 @@ def test_any_headers_are_mapped_or_refused(
                 request = make_spec(ConversionOptions(schema), found, words, GpuTarget(90))
                 check_request(found, request)
                 planned = [kernel_unit(layer, request) for layer in found.layers]
-                assert min(map(working_bytes, planned)) > 0
+                assert min(cpu_need(unit).num_bytes(1) for unit in planned) > 0
         direct_schemas(found, "bfloat16")
