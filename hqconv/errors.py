@@ -18,8 +18,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
 
 NUM_SHOWN = 5  # names that a message lists
 _MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
@@ -39,9 +37,8 @@ def printable(text: str) -> str:
     went through once stays as it is.
     """
     text = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return _shortened(
-        _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … "
-    )
+    text = _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text)
+    return _shortened(text, _MAX_TEXT)
 
 
 def printable_line(text: str) -> str:
@@ -49,10 +46,10 @@ def printable_line(text: str) -> str:
     return printable(text.replace("\n", "\\n"))
 
 
-def _shortened(text: str, most: int, gap: str = "…") -> str:
+def _shortened(text: str, most: int) -> str:
     """The text without its middle, where it has more than `most` characters."""
-    end = (most - len(gap)) // 2
-    return text if len(text) <= most else f"{text[: most - len(gap) - end]}{gap}{text[-end:]}"
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -80,10 +77,11 @@ def short_text(value: object) -> str:
 
 def number_text(value: float, other: float | None = None) -> str:
     """Format a number with four significant digits, or with as many as distinguish it from `other`."""
-    if other is None or value == other:
-        return f"{value:.4g}"
-    texts = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
-    return next((text for text, of_other in texts if text != of_other), repr(value))
+    for digits in range(4, 18):
+        text = f"{value:.{digits}g}"
+        if other is None or value == other or text != f"{other:.{digits}g}":
+            return text
+    return repr(value)
 
 
 def value_texts(expected: object, found: object) -> tuple[str, str]:
@@ -131,16 +129,14 @@ class HqconvError(Exception):
 
     def message(self) -> str:
         """The parts that were given, one to a line, in a fixed order; nothing in them can change a terminal."""
-        lines = [printable_line(self.what)]
-        for label, text in (
-            ("where", self.where),
-            ("expected", self.expected),
-            ("found", self.found),
-            ("what to do", self.remedy),
-        ):
-            if text:
-                lines.append(f"  {label}: {printable_line(text)}")
-        return "\n".join(lines)
+        texts = {
+            "where": self.where,
+            "expected": self.expected,
+            "found": self.found,
+            "what to do": self.remedy,
+        }
+        lines = [f"  {label}: {printable_line(text)}" for label, text in texts.items() if text]
+        return "\n".join([printable_line(self.what), *lines])
 
 
 class VerificationError(HqconvError):

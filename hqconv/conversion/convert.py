@@ -67,7 +67,7 @@ _LOG = logging.getLogger(__name__)
 class ConversionReport:
     """The result of a conversion.
 
-    errors: MoE layer → projection → quantization error. num_groups_resumed: output units that were complete before this
+    errors: MoE layer → projection → quantization error. num_units_resumed: output units that were complete before this
     run; all of them where `was_finished` (the artifact existed already). seconds: duration of this run.
     manifest_sha256: digest of hqconv.json; "" where this process did a part, and the artifact is not finished yet:
     `missing` are the units that no ended part has done, `parts_at_work` the other parts that are not at their end.
@@ -82,7 +82,7 @@ class ConversionReport:
     num_ranks: int
     num_bytes_in: int
     num_bytes_out: int
-    num_groups_resumed: int
+    num_units_resumed: int
     errors: dict[str, dict[str, Any]]
     seconds: float
     num_workers: int
@@ -298,7 +298,7 @@ class _Conversion:
                 folder,
                 errors,
                 "",
-                num_groups_resumed=num_resumed,
+                num_units_resumed=num_resumed,
                 missing=missing,
                 parts_at_work=at_work,
             )
@@ -320,7 +320,7 @@ class _Conversion:
             folder,
             manifest.errors(),
             manifest.sha256,
-            num_groups_resumed=len(self.plan.units),
+            num_units_resumed=len(self.plan.units),
             was_finished=True,
         )
 
@@ -424,7 +424,7 @@ class _Conversion:
         source.guard.check_unchanged()
         folder.seal(data)
         return self._report(
-            folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed
+            folder, errors, hashlib.sha256(data).hexdigest(), num_units_resumed=num_resumed
         )
 
     def _report(

@@ -112,6 +112,14 @@ def published_manifest(
     return manifest, state.commit
 
 
+def published_evaluation(repo: HubBranch, manifest: Manifest) -> dict[str, Any] | None:
+    """Return the evaluation in a repo's branch; None without one that names the manifest's digest."""
+    state = repo.state()
+    if EVALUATION not in state.files:
+        return None
+    return read_evaluation(repo.read(EVALUATION, state.commit).parent, manifest)
+
+
 def _commit(
     repo: HubBranch,
     title: str,

@@ -13,7 +13,6 @@ from hqconv.calibration.transformers_model import (
     BUILTIN_TEXT,
     LEAST_TOKENS,
     MAX_TEXT_BYTES,
-    check_counts,
     folder_of,
     import_transformers,
     quiet_loading,
@@ -127,12 +126,10 @@ class CalibrationText:
     @classmethod
     def parse(cls, arguments: ConversionArguments) -> CalibrationText | None:
         """Parse arguments of the API; None without `calibrate`. Raises RequestError."""
-        tokens, context = arguments["calibrate_tokens"], arguments["calibrate_context"]
-        check_counts({"--calibrate-tokens": tokens, "--calibrate-context": context})
-        text = arguments["calibrate"]
+        text = arguments.calibrate
         if text is None:
             return None
-        if arguments["quantizer"] == MSE:
+        if arguments.quantizer == MSE:
             raise RequestError(
                 "--calibrate and --quantizer mse exclude each other.",
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
@@ -161,7 +158,7 @@ class CalibrationText:
                 expected=f"at most {MAX_TEXT_BYTES >> 20} MiB",
                 remedy="Give a part of it: --calibrate-tokens tells how much is read.",
             )
-        return cls(path, tokens, context)
+        return cls(path, arguments.calibrate_tokens, arguments.calibrate_context)
 
     def calibration(self, device: str) -> Calibration:
         """Return the calibration on a device, cpu or cuda:N. Raises RequestError for an unreadable text."""

@@ -23,7 +23,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.grid import stored_size
-from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
+from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, ConversionArguments
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, pair
 
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
@@ -58,9 +58,9 @@ class EncodingOptions:
         )
 
     @classmethod
-    def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
+    def parse(cls, arguments: ConversionArguments) -> EncodingOptions:
         """Return the options of the API's arguments; a calibration comes when the device is known."""
-        return cls(arguments["round_scales"], arguments["quantizer"])
+        return cls(arguments.round_scales, arguments.quantizer)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> EncodingOptions:

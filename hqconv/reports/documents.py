@@ -392,7 +392,7 @@ def describe_unfinished(root: Path) -> Document:
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": len({entry.unit for entry in entries if entry is not None}),
+        "num_units_done": len({entry.unit for entry in entries if entry is not None}),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }

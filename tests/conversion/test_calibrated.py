@@ -184,7 +184,7 @@ def test_a_conversion_that_was_interrupted_goes_on(
         with pytest.raises(OutputError, match="calibrat"):
             calibrated(deep, tmp_path / "out", resume=True, **changed)
     report = calibrated(deep, tmp_path / "out", resume=True)
-    assert report.num_groups_resumed
+    assert report.num_units_resumed
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 

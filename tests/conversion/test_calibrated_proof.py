@@ -134,7 +134,7 @@ def test_a_resumed_conversion_evaluates_what_it_finds(
         with pytest.raises(OutputError, match="power"):
             convert(made, tmp_path / "out")
     report = convert(made, tmp_path / "out", resume=True)
-    assert report.num_groups_resumed >= num_done
+    assert report.num_units_resumed >= num_done
     assert report.evaluation == recorded(made / "out")
     assert snapshot(tmp_path / "out") == snapshot(made / "out")
 
@@ -222,7 +222,7 @@ def test_the_command_shows_the_figures_and_has_a_limit(made: Path, tmp_path: Pat
     assert "KL divergence" in found.stdout
     assert "same top token" in found.stdout
     assert "Serve it with" not in found.stdout
-    assert "error: The KL divergence is above --max-kl 1e-09" in found.stderr
+    assert "error: The mean KL divergence is above --max-kl" in found.stderr
     assert hqconv.verify(tmp_path / "out", checks=["files"]).passed
     words = json.loads(call(made, tmp_path / "out", "--resume", "--json", "--max-kl", "100").stdout)
     assert (words["max_kl"], words["over_max_kl"]) == (100, False)

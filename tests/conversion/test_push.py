@@ -17,11 +17,11 @@ import pytest
 from huggingface_hub import snapshot_download
 from typer.testing import CliRunner
 
+from hqconv.__main__ import MESSAGE
 from hqconv.api import push
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.model_card import write_evaluation
 from hqconv.cli.app import app
-from hqconv.cli.interrupt import MESSAGE
 from hqconv.conversion.push import push as run_push
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.io.hub_upload import HubBranch
