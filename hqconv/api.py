@@ -548,7 +548,7 @@ def push(
     Nothing is published then: until the commit the branch stays as it is.
     """
     from hqconv.conversion.push import push as run
-    from hqconv.io.hub_upload import HubBranch
+    from hqconv.io.hub import HubBranch
 
     _LOG.info("Push of %s to %s begins.", out, repo)
     pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
@@ -715,7 +715,7 @@ def publish(
     from hqconv.conversion.push import check_same_artifact, published_manifest
     from hqconv.conversion.push import push as push_artifact
     from hqconv.conversion.update import why_not_current
-    from hqconv.io.hub_upload import HubBranch
+    from hqconv.io.hub import HubBranch
     from hqconv.planning.plan import plan_conversion
     from hqconv.sources.opening import open_source, pinned_name
 
@@ -731,7 +731,7 @@ def publish(
         planned = plan_conversion(
             parsed.calibrated(device), source, choose_target(parsed, source, device)
         )
-        published = published_manifest(hub, planned.paths, private=private)
+        published = published_manifest(hub, private=private)
         if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published
             over = [] if max_error is None else over_limit(manifest.errors(), max_error)

@@ -20,7 +20,7 @@ from hqconv.io.durable_files import size_of
 from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import NOT_MADE, Source
 from hqconv.planning.plan import ConversionPlan
-from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SUMS
 
 _ATTRIBUTE = "user.hqconv.source"
 
@@ -43,7 +43,8 @@ def is_of_state(out: Path, source: Source) -> bool | None:
 
 def _state_digest(source: Source) -> str:
     """Return a digest of the names, sizes, times and inodes of all files that the source was read from."""
-    return hashlib.sha256(json.dumps(source.guard.states()).encode()).hexdigest()
+    names = [CONFIG, INDEX, *(file.name for file in source.files), *source.other_files]
+    return hashlib.sha256(json.dumps(source.guard.states(names)).encode()).hexdigest()
 
 
 def why_not_current(
@@ -81,13 +82,10 @@ def _why_not_same_source(
             if ancestor == read_manifest(source.root).sha256
             else "the source is another artifact"
         )
-    misses = source.guard.misses_changes
-    if out is not None and not misses and is_of_state(out, source):
+    if out is not None and is_of_state(out, source):
         return ""
     files = {file.name: file.sha256 for file in manifest.source.files}
     if not all(files.values()):
-        if misses:
-            return "the source lies on tmpfs, whose times do not tell every change: --source-digests does"
         return "the source's files have other times, or none are recorded, and the artifact has no digests of them"
     expected = files | {name: manifest.files[name].sha256 for name in plan.other_files}
     changed = next(

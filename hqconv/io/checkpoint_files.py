@@ -1,25 +1,32 @@
-"""The files of a checkpoint beside its weights: config, index of the shards, and what an artifact copies verbatim."""
+"""The files of a checkpoint beside its weights: config, index of the shards, model card, and sidecar files.
+
+Sidecar files belong to the model, and an artifact gets them unchanged: they are told by their names. Whatever else lies
+in a folder, such as a trainer's states and logs, is not copied.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, first_few
 from hqconv.io.safetensors_header import RepeatedKey, keep_repeats
-from hqconv.schemas.artifact_names import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
+from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE, SUMS
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
     MAX_LIST_BYTES,
     NOTHING,
     found_at,
+    open_regular,
     parse_json,
     read_regular,
 )
@@ -333,3 +340,147 @@ def in_yaml(document: Mapping[str, Any]) -> bytes:
 
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=10_000)
     return b"---\n" + text.encode() + b"---\n"
+
+
+# --- sidecar files
+
+# Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+)
+WEIGHT_FOLDERS = ("original", "onnx")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    ".model",
+    ".tiktoken",
+    "tokenizer.tok.json",
+)
+# Names in lower case of the files that an artifact gets.
+_NAMES = (
+    *("*tokenizer*.json", "*vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json"),
+    *("special_tokens*.json", "tekken.json", "normalizer.json", "*.model", "*.tiktoken", "*.spm"),
+    *("*.bpe", "*.jinja", "chat_template*.json", "system_prompt*.txt"),
+    *("generation_config.json", "*processor_config.json", "config_*.json", "configuration.json"),
+    *("params.json", "modules.json", "sentence_bert_config.json", "*quant*.json", "recipe.y*ml"),
+    *("*.md", "licen[cs]e*", "notice*", "copying*", "copyright*", "*use_policy*", "third*party*"),
+    *("*.py", "*.npz"),  # the model's own code, and numbers that it loads
+)
+_NAMES_IN_FOLDERS = ("*/*.jinja", "*/*.py", "tokenizer/*", "?_pooling/config.json")
+_MAX_CARD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class SidecarFiles:
+    """names: files for the artifact, POSIX paths relative to the source, sorted; num_bytes: their total size.
+
+    left_out: other files beside the weights, and folders that hold some. card: the bytes of the source's README.md,
+    from which the artifact's README.md is made; None without one.
+    """
+
+    names: tuple[str, ...] = ()
+    num_bytes: int = 0
+    left_out: tuple[str, ...] = ()
+    card: bytes | None = None
+
+    @classmethod
+    def of_folder(cls, root: Path) -> SidecarFiles:
+        """List the sidecar files of a folder. Opens each of them, and reads only the card.
+
+        Raises InputError, naming the file, for a file that is not regular, cannot be read, has a name that is not valid
+        Unicode, or is a link that leads out of the source, and for a card larger than
+        16 MiB; OSError for an unreadable folder.
+        """
+        names, left_out = _sorted_out(_paths(root))
+        sizes = [_size(root, name) for name in names]
+        return cls(names, sum(sizes), left_out, _read_card(root))
+
+    @classmethod
+    def of_listing(cls, sizes: Mapping[str, int], root: Path) -> SidecarFiles:
+        """List the sidecar files of a repo with only its small files and headers at `root`; sizes: of all its files."""
+        names, left_out = _sorted_out(sizes)
+        return cls(names, sum(sizes[name] for name in names), left_out, _read_card(root))
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether one of some files is a tokenizer's."""
+    return any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in names)
+
+
+def _paths(root: Path) -> Iterator[str]:
+    """Yield the files in a folder and in the folders of it; links to folders are not followed."""
+    for path in root.iterdir():
+        if path.is_dir() and not path.is_symlink() and not _is_skipped(path.name):
+            yield from (f"{path.name}/{inner.name}" for inner in path.iterdir())
+        else:
+            yield path.name
+
+
+def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the sidecar files, and files and folders that are not copied, each sorted."""
+    names, left_out = [], set[str]()
+    for path in paths:
+        folder, slash, name = path.partition("/")
+        if _is_skipped(path):
+            continue
+        patterns = _NAMES_IN_FOLDERS if slash else _NAMES
+        if "/" not in name and any(fnmatchcase(path.lower(), pattern) for pattern in patterns):
+            check_text(path, path)
+            names.append(path)
+        else:
+            left_out.add(folder + slash)
+    return tuple(sorted(names)), tuple(sorted(left_out))
+
+
+def _is_skipped(path: str) -> bool:
+    """Return True for a weight file, a hidden one, and one that an artifact writes itself."""
+    parts = path.split("/")
+    if parts[0] in WEIGHT_FOLDERS or any(part.startswith(".") for part in parts):
+        return True
+    return path in (CONFIG, MANIFEST, SUMS, CARD) or path.endswith(
+        (*WEIGHT_SUFFIXES, ".index.json")
+    )
+
+
+def _size(root: Path, name: str) -> int:
+    """Return the size of a readable file that lies in the source, or in the Hub's cache that has a link to it.
+
+    The Hub's cache has its files in `blobs`, beside `snapshots` with links to them, as in older downloads to a folder.
+    """
+    path = root / name
+    target = path.resolve()
+    is_blob = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+    found = found_at(path)
+    if found is None and not is_blob and not target.is_relative_to(root.resolve()):
+        found = f"a link that leads out of the source, to {target}: that file would be copied"
+    if found is None:
+        try:
+            descriptor = open_regular(path)
+            os.close(descriptor)
+            return path.stat().st_size
+        except OSError as error:
+            found = error.strerror or str(error)
+    raise InputError(
+        "A file of the source cannot be copied.",
+        where=str(path),
+        expected="a regular file",
+        found=found,
+        remedy="Put a copy of the file in its place, or leave it out of the source.",
+    )
+
+
+def _read_card(root: Path) -> bytes | None:
+    if not os.path.lexists(root / CARD):
+        return None
+    _size(root, CARD)
+    try:
+        return read_regular(root / CARD, _MAX_CARD_BYTES)
+    except OSError as error:
+        raise InputError(
+            "The source's model card cannot be read.",
+            where=str(root / CARD),
+            found=error.strerror or str(error),
+            remedy="Shorten it, or leave it out of the source.",
+        ) from error

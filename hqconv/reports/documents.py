@@ -39,11 +39,10 @@ from hqconv.errors import (
     number_runs,
 )
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.checkpoint_files import readable
+from hqconv.io.checkpoint_files import has_tokenizer, readable
 from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import read_header
-from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap

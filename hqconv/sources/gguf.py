@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
-from hqconv.io.checkpoint_files import check_text, holds_safetensors
+from hqconv.io.checkpoint_files import check_text, has_tokenizer, holds_safetensors
 from hqconv.io.durable_files import source_errors
 from hqconv.io.gguf_header import (
     COPY_AGAIN,
@@ -28,7 +28,6 @@ from hqconv.io.gguf_header import (
     read_header,
 )
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert

@@ -19,8 +19,8 @@ from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.conversion.stages import Meter
 from hqconv.errors import VerificationError, differences, plural
+from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.pipeline import stop_threads
-from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE

@@ -17,8 +17,7 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import stack_floats
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import relative_error
-from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers, shards_of
-from hqconv.conversion.source_integrity import blame_taken_over
+from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, RequestError, plural
 from hqconv.io.pipeline import pipeline
@@ -395,10 +394,6 @@ def _working_bytes(layer: MoeLayer, schema: LayerSchema, quantizer: str) -> int:
 
 def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Combine the outcomes of a layer's experts into the result. InputError if the source is bad."""
-    if check.original is not None and any(outcome.findings for outcome in outcomes):
-        blame_taken_over(
-            check.original.source, shards_of(check.original.source, check.original.layer)
-        )
     for finding in (*check.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     is_good = not check.findings and not any(outcome.findings for outcome in outcomes)

@@ -254,9 +254,7 @@ def test_unfinished_downloads_beside_the_model_stay_where_they_are(
 ) -> None:
     (model / "tokenizer.model.partial").write_bytes(b"half")
     report = run(model, tmp_path / "out", "int4")
-    assert report.warnings == (
-        "tokenizer.model.partial is left out: an unfinished download or conversion.",
-    )
+    assert report.warnings == ("1 file or folder left out: tokenizer.model.partial.",)
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert hqconv.verify(tmp_path / "out", model, device="cpu").passed
 

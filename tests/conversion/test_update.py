@@ -106,22 +106,6 @@ def test_without_times_and_digests_the_artifact_is_made_anew(src: Path, tmp_path
     assert renew(src, tmp_path / "copy").was_finished
 
 
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_times_prove_nothing_on_tmpfs(
-    src: Path, tmp_path: Path, is_hashed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a program writes through a mapping leaves no trace there: digests decide, and are asked for."""
-    run(src, out := tmp_path / "out", "mxfp4", source_digests=is_hashed)
-    monkeypatch.setattr("hqconv.io.file_snapshot._memory_devices", lambda: {src.stat().st_dev})
-    report = renew(src, out, source_digests=is_hashed)
-    assert report.was_finished == is_hashed
-    assert ("tmpfs" in report.replaced_because) != is_hashed
-    shutil.rmtree(out)
-    run_until(src, out, 1, "mxfp4", source_digests=is_hashed)
-    resumed = run(src, out, "mxfp4", resume=True, source_digests=is_hashed)
-    assert any("tmpfs" in text for text in resumed.warnings) != is_hashed
-
-
 def test_another_request_replaces_the_artifact(src: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     renew(src, out)

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
-from hqconv.io.sidecar_files import SidecarFiles
+from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.source_protocol import MadeFiles
 from hqconv.planning import output_units as groups_module
