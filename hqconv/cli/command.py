@@ -17,7 +17,7 @@ import typer
 from hqconv.cli.options import at_home, takes
 from hqconv.cli.output import discard_stdout, logged, of_rank, one_message, print_json, warn
 from hqconv.errors import RequestError
-from hqconv.io.output_file import FileKind, output_file
+from hqconv.io.durable_files import FileKind, output_file
 
 PAGE = FileKind(
     "a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head

@@ -16,8 +16,7 @@ from hqconv.cli.command import PAGE, Result, command, show
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, without_defaults
 from hqconv.cli.output import say, warn
 from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
-from hqconv.io.durable_files import write_whole
-from hqconv.io.output_file import output_file
+from hqconv.io.durable_files import output_file, write_whole
 
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates

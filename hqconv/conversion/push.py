@@ -95,7 +95,7 @@ def published_manifest(repo: HubBranch, *, private: bool) -> tuple[Manifest, str
         return None
     state = repo.state(private=private)
     manifest = _manifest_at(repo, state)
-    if manifest is None or manifest.alteration is not None:
+    if manifest is None or manifest.alteration is not None or SUMS not in state.files:
         return None
     for name, entry in manifest.files.items():
         if name not in state.files or state.files[name] not in (None, entry.sha256):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hqconv.errors import InputError
+from hqconv.io.durable_files import source_errors
 from hqconv.io.file_access import sha256_of
 
 _KEEP = "Keep the source as it is, then run the same command again (`convert`: with --resume)."
@@ -121,15 +122,8 @@ class FileSnapshot:
     def hash(self, name: str) -> None:
         """Hash a whole file. Raises InputError if it cannot be read, or as `compare`."""
         path = self.path_of(name)
-        try:
+        with source_errors(path):
             sha256 = sha256_of(path)
-        except OSError as error:
-            raise InputError(
-                "A file of the source cannot be read.",
-                where=str(path),
-                found=error.strerror or error,
-                remedy=_KEEP,
-            ) from error
         self.compare(name, sha256)
         self.digests[name] = sha256
 

@@ -80,17 +80,9 @@ class Listing:
     def of(cls, repo_id: str, revision: str | None) -> Listing:
         """Request the commit of a branch, tag or commit from the Hub, and its files.
 
-        Raises as `fetch`; RequestError too if the repo was renamed; InputError if the commit, a file's name or a digest
-        could lead out of the cache.
+        Raises as `fetch`; InputError if the commit, a file's name or a digest could lead out of the cache.
         """
         info = _model_info(repo_id, revision)
-        if info.id != repo_id:
-            raise RequestError(
-                "The Hub repo has another name now.",
-                where=repo_id,
-                found=info.id,
-                remedy=f"Give {info.id}.",
-            )
         sizes, digests = {}, {}
         for file in info.siblings or ():
             name = file.rfilename
@@ -490,11 +482,9 @@ class HubBranch:
 # --- errors of the Hub library
 
 _SIGN_IN = "`hf auth login` or set HF_TOKEN"
-_UNREACHABLE = (
-    "Connect",
-    "Proxy",
-    "UnsupportedProtocol",
-)  # in names of errors of httpx and its relatives
+# In names of errors of httpx and its relatives.
+_UNREACHABLE = ("Connect", "Proxy", "Timeout", "UnsupportedProtocol")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -544,7 +534,7 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
     """Return our error for one of the library: the first row that fits it."""
     from huggingface_hub import constants, errors
 
-    endpoint, status, number = constants.ENDPOINT, status_of(error), getattr(error, "errno", None)
+    endpoint, status = constants.ENDPOINT, status_of(error)
     page = f"{endpoint}/{repo_id}"
     is_local = isinstance(error, errors.LocalEntryNotFoundError)
     rows: tuple[tuple[bool, type[HqconvError], str, str], ...] = (
@@ -573,28 +563,16 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
             "Give a folder or org/name.",
         ),
         (
-            isinstance(error, errors.DisabledRepoError),
-            RequestError,
-            "The Hub repo is disabled.",
-            f"See what its owner says at {page}.",
-        ),
-        (
             isinstance(error, errors.EntryNotFoundError) and not is_local,
             InputError,
             "The Hub repo lacks a file.",
             f"See its files at {page}/tree/{revision}.",
         ),
         (
-            status == 401,
+            status in (401, 403),
             RequestError,
-            "The Hub does not accept the token, or wants one.",
-            f"Sign in: {_SIGN_IN}.",
-        ),
-        (
-            status == 403,
-            RequestError,
-            "The Hub denies access to the repo.",
-            f"Give the token the right to it, or take another: {_SIGN_IN}.",
+            "The Hub denies access to the repo, or does not accept the token.",
+            f"Give the token the right to the repo, or take another: {_SIGN_IN}.",
         ),
         (
             status == 404,  # a Hub says in a header what it does not find
@@ -621,16 +599,10 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
             "Try again later: what was fetched is kept. See https://status.huggingface.co.",
         ),
         (
-            number in (errno.ENOSPC, errno.EDQUOT),
-            OutputError,
-            "The disk of the Hub's cache is full.",
-            "Free some space, or have HF_HOME name another place: finished files are kept.",
-        ),
-        (
-            number in (errno.EACCES, errno.EPERM, errno.EROFS),
+            getattr(error, "errno", None) in _DISK_ERRORS,
             OutputError,
             "The Hub's cache cannot be written.",
-            "Fix its permissions, or set HF_HOME.",
+            "Free some space, mend its permissions, or have HF_HOME name another place.",
         ),
         (
             bool(constants.HF_HUB_OFFLINE),
@@ -643,12 +615,6 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
             NetworkError,
             f"The Hub ({endpoint}) cannot be reached, and the cache lacks (part of) the repo.",
             "Check the connection and HF_ENDPOINT, or give a local folder.",
-        ),
-        (
-            "Timeout" in type(error).__name__,
-            NetworkError,
-            f"The Hub ({endpoint}) does not answer.",
-            "Try again later, or check the connection and HF_ENDPOINT.",
         ),
         (
             True,

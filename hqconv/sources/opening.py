@@ -34,7 +34,7 @@ _NUM_DOWNLOADS = 4  # at a time
 
 # A repo, one GGUF model of it (a part of the file's name, or the file), and a revision, which may have slashes.
 _REPO = re.compile(
-    r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<part>[\w.-]+)|/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>\S+))?",
+    r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<part>[\w.-]+)|/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[^\s:]+))?",
     re.ASCII,
 )
 _IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")

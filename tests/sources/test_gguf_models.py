@@ -560,15 +560,7 @@ def test_a_repo_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RequestError) as caught:
             open_source("org/name", is_lazy=True)
         assert "Q8_0/big-Q8_0" in str(caught.value.found)
-        for typed in (
-            "org/name:Q8_0",
-            "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf",
-            f"{hub.url}/x",
-        ):
-            if typed.startswith("http"):
-                typed = (
-                    "https://huggingface.co/org/name/blob/main/Q8_0/big-Q8_0-00002-of-00002.gguf"
-                )
+        for typed in ("org/name:Q8_0", "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf"):
             with open_source(typed, is_lazy=True) as source:
                 assert [file.name.rpartition("/")[2] for file in source.files] == [
                     f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)
