@@ -9,9 +9,8 @@ vLLM would choose different files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,7 +18,7 @@ from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
 from hqconv.io.checkpoint_files import SidecarFiles
-from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
+from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.gguf_header import StoredModel
 from hqconv.io.safetensors_header import parse_header, read_header
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 _NUM_THREADS = (
     8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
 )
-_SEE_DISK = "See to the disk or the network of the file, then run the same command again (`convert`: with --resume)."
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
@@ -273,8 +271,7 @@ class SafetensorsSource:
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
         self.guard.forget(name)
-        with self._closing():
-            self._descriptors.drop(name)
+        self._descriptors.drop(name)
 
     # --- experts
 
@@ -336,7 +333,7 @@ class SafetensorsSource:
             self._fill_from_hub(name, views, offset)
             return
         try:
-            with self._closing(), self._descriptors.using(name) as descriptor:
+            with self._descriptors.using(name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
             if not self.is_here(name):  # removed by now: it was there for other tensors than these
@@ -357,34 +354,19 @@ class SafetensorsSource:
             view[:], data = data[: len(view)], data[len(view) :]
 
     def close(self) -> None:
-        """Close the files; no read may be under way, and none may follow. Raises InputError."""
-        with self._closing():
-            self._descriptors.close()
+        """Close the files; no read may be under way, and none may follow."""
+        self._descriptors.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with suppress(*((InputError,) if any(error) else ())):  # the first error is the one to tell
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _open_file(self, name: str) -> int:
         self.guard.look(name)
         self.guard.check_states([name])
         return open_regular(self.guard.path_of(name))
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Turn the error of a file that cannot be closed into an InputError."""
-        try:
-            yield
-        except CloseError as error:
-            raise InputError(
-                "A file of the source cannot be closed.",
-                where=str(self.root / error.key),
-                found=error.strerror,
-                remedy=_SEE_DISK,
-            ) from error
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
