@@ -548,10 +548,9 @@ def push(
     Nothing is published then: until the commit the branch stays as it is.
     """
     from hqconv.conversion.push import push as run
-    from hqconv.io.hub import HubBranch
 
     _LOG.info("Push of %s to %s begins.", out, repo)
-    pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
+    pushed = run(Path(out), repo, branch, private=private, announce=announce)
     _LOG.info(
         "Push is complete: %s, %d bytes, commit %s.",
         plural(pushed.num_files, "file"),
@@ -715,14 +714,12 @@ def publish(
     from hqconv.conversion.push import check_same_artifact, published_manifest
     from hqconv.conversion.push import push as push_artifact
     from hqconv.conversion.update import why_not_current
-    from hqconv.io.hub import HubBranch
     from hqconv.planning.plan import plan_conversion
     from hqconv.sources.opening import open_source, pinned_name
 
     refuse_unknown_checks(checks)
     resources: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-    hub = HubBranch(repo, branch)
     with open_source(src, revision, is_lazy=True) as source:
         # All steps read this commit.
         src, revision = pinned_name(str(src), revision, source)
@@ -731,7 +728,7 @@ def publish(
         planned = plan_conversion(
             parsed.calibrated(device), source, choose_target(parsed, source, device)
         )
-        published = published_manifest(hub, private=private)
+        published = published_manifest(repo, branch, private=private)
         if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published
             over = [] if max_error is None else over_limit(manifest.errors(), max_error)
@@ -792,7 +789,8 @@ def publish(
         try:
             pushed = push_artifact(
                 converted.out,
-                hub,
+                repo,
+                branch,
                 private=private,
                 announce=announce,
                 manifest_sha256=converted.manifest_sha256,

@@ -82,15 +82,14 @@ class HubPrefetch:
         self._pool = ThreadPoolExecutor(_NUM_SHARDS, "hqconv-fetch")
         self._folder: Path | None = None
         self._resources = ExitStack()
-        self._on_change: Callable[[], None] = lambda: None
         self._is_stopped = False
 
-    def start(self, on_change: Callable[[], None] | None = None) -> None:
+    def start(self, on_change: Callable[[], None] = lambda: None) -> None:
         """Start the downloads. on_change: called after each download, in another thread.
 
         Raises OutputError where the folder for the shards cannot be made.
         """
-        self._on_change = on_change or self._on_change
+        self._on_change = on_change
         if self._queue and not self._keeps:
             self._folder = self._resources.enter_context(_temporary_folder())
         self._download()
@@ -158,11 +157,8 @@ def _temporary_folder() -> Iterator[Path]:
     with ExitStack() as stack:
         with output_errors(cache):
             cache.mkdir(parents=True, exist_ok=True)
-            for path in cache.glob(f"{_FOLDER}*/lock"):
-                with (
-                    suppress(OSError),
-                    path.open("r+") as lock,
-                ):  # it is locked while its process runs
+            for path in cache.glob(f"{_FOLDER}*/lock"):  # locked while the process runs
+                with suppress(OSError), path.open("r+") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path.parent, ignore_errors=True)
             folder = tempfile.TemporaryDirectory(

@@ -13,9 +13,10 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, read_manifest
 from hqconv.artifact.model_card import sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
+from hqconv.io import hub
 from hqconv.io.durable_files import output_errors, size_of
 from hqconv.io.file_access import sha256_of
-from hqconv.io.hub import BranchState, HubBranch, fetch_file
+from hqconv.io.hub import Listing
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 
 
@@ -38,13 +39,14 @@ class PushReport:
 
 def push(
     root: Path,
-    repo: HubBranch,
+    repo_id: str,
+    branch: str | None = None,
     *,
     private: bool = False,
     announce: Callable[[str], None] | None = None,
     manifest_sha256: str | None = None,
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`.
+    """Put the artifact at `root` into a repo's branch; see `hqconv.api.push`.
 
     manifest_sha256: of the artifact that is meant, where it was verified before.
     """
@@ -65,42 +67,46 @@ def push(
     files[SUMS] = sums_bytes(manifest.files, manifest.sha256, card_sha256)
     digests = {name: entry.sha256 for name, entry in manifest.files.items() if name != CARD}
 
-    state = repo.create(private=private)
-    published = _manifest_at(repo, state)
+    hub.create_branch(repo_id, branch, private=private)
+    before = Listing.of(repo_id, branch)
+    published = _manifest_at(before)
     listed = set() if published is None else {*published.files, MANIFEST}
     is_published = published is not None and published.sha256 == manifest.sha256
     if is_published and card_sha256 == manifest.files[CARD].sha256:
         del files[CARD]  # it may have been edited on the Hub
-    _check_collisions(repo, state, {*files, ".gitignore"} - listed)
-    obsolete = sorted((listed & state.files.keys()) - {*files, *COMPANIONS})
+    _check_collisions(before, {*files, ".gitignore"} - listed)
+    obsolete = sorted((listed & before.sizes.keys()) - {*files, *COMPANIONS})
     if announce is not None:
         announce(f"hashing and sending {plural(len(files), 'file')}")
     title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
-    commit = repo.commit(
-        title, files, digests | {MANIFEST: manifest.sha256}, obsolete, state.commit
-    )
-    num_files = 0 if commit == state.commit else len(files)
+    digests[MANIFEST] = manifest.sha256
+    commit = hub.commit_files(repo_id, branch, title, files, digests, obsolete, before.commit)
+    num_files = 0 if commit == before.commit else len(files)
     num_bytes = sum(entry.size_bytes for entry in manifest.files.values()) if num_files else 0
-    return PushReport(
-        str(root), repo.repo_id, repo.branch, commit, num_files, num_bytes, manifest.sha256
-    )
+    return PushReport(str(root), repo_id, branch, commit, num_files, num_bytes, manifest.sha256)
 
 
-def published_manifest(repo: HubBranch, *, private: bool) -> tuple[Manifest, str] | None:
+def published_manifest(
+    repo_id: str, branch: str | None, *, private: bool
+) -> tuple[Manifest, str] | None:
     """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
 
     private: refuse a public repo, with RequestError.
     """
-    if not repo.exists():
+    if not hub.branch_exists(repo_id, branch):
         return None
-    state = repo.state(private=private)
-    manifest = _manifest_at(repo, state)
-    if manifest is None or manifest.alteration is not None or SUMS not in state.files:
+    if private:
+        hub.check_private(repo_id)
+    listing = Listing.of(repo_id, branch)
+    manifest = _manifest_at(listing)
+    if manifest is None or manifest.alteration is not None or SUMS not in listing.sizes:
+        return None
+    if manifest.missing_files(listing.sizes.get):
         return None
     for name, entry in manifest.files.items():
-        if name not in state.files or state.files[name] not in (None, entry.sha256):
+        if listing.digests.get(name, entry.sha256) != entry.sha256:
             return None
-    return manifest, state.commit
+    return manifest, listing.commit
 
 
 def check_same_artifact(root: Path, expected: str, found: str | None) -> None:
@@ -115,24 +121,24 @@ def check_same_artifact(root: Path, expected: str, found: str | None) -> None:
         )
 
 
-def _manifest_at(repo: HubBranch, state: BranchState) -> Manifest | None:
-    """Read the manifest in the repo; None where there is none, or none of this version that can be read."""
-    if MANIFEST not in state.files:
+def _manifest_at(listing: Listing) -> Manifest | None:
+    """Read the manifest in a repo; None where there is none, or none of this version that can be read."""
+    if MANIFEST not in listing.sizes:
         return None
     try:
-        path = fetch_file(repo.repo_id, state.commit, MANIFEST)
+        path = hub.fetch_file(listing.repo_id, listing.commit, MANIFEST)
         return read_manifest(path.parent, allow_links=True)
     except (RequestError, VerificationError):
         return None
 
 
-def _check_collisions(repo: HubBranch, state: BranchState, names: set[str]) -> None:
+def _check_collisions(listing: Listing, names: set[str]) -> None:
     """Refuse to replace files of others, and a .gitignore, for which the Hub would leave out files."""
-    collisions = sorted((names & state.files.keys()) - {*COMPANIONS})
+    collisions = sorted((names & listing.sizes.keys()) - {*COMPANIONS})
     if collisions:
         raise OutputError(
             "The repo holds files of others under names that the artifact needs.",
-            where=repo.repo_id,
+            where=listing.repo_id,
             expected="an empty repo, or an artifact of hqconv",
             found=first_few(collisions),
             remedy="Remove them, or push to another repo or branch.",

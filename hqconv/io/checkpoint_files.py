@@ -208,10 +208,10 @@ def parts_of_ranks(where: str, found: str) -> InputError:
     )
 
 
-def tensor_in_two_files(tensor: str, one: str, other: str) -> InputError:
+def tensor_in_two_files(tensor: str, first: str, second: str) -> InputError:
     """Return the error for a tensor that two files of a checkpoint hold."""
-    where, found = f"tensor {tensor!r}", f"{one} and {other}"
-    if _OF_RANK.search(one) and _OF_RANK.search(other):
+    where, found = f"tensor {tensor!r}", f"{first} and {second}"
+    if _OF_RANK.search(first) and _OF_RANK.search(second):
         return parts_of_ranks(where, found)
     return InputError(
         "A tensor is in two files.", where=where, expected="one", found=found, remedy=ONE_READING
@@ -292,12 +292,12 @@ _MAX_FRONT_BYTES = 4 << 20
 class FrontMatter:
     """Parsed front matter of a card.
 
-    words: the document, keys and values, empty if it is missing or unreadable. raw: its lines without the `---`, None
+    document: keys and values, empty if it is missing or unreadable. raw: its lines without the `---`, None
     if it is missing. body: the text after it. problem: why it cannot be read, else "".
     """
 
     body: bytes
-    words: Mapping[str, Any] = field(default_factory=dict)
+    document: Mapping[str, Any] = field(default_factory=dict)
     raw: bytes | None = None
     problem: str = ""
 
@@ -317,8 +317,8 @@ class FrontMatter:
 
     def texts(self, key: str) -> str | list[str] | None:
         """Return a value that is a text or a list of texts; None for any other value and for a missing key."""
-        value = self.words.get(key)
-        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        value = self.document.get(key)
+        if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
             return list(value)
         return value if isinstance(value, str) and value else None
 
@@ -436,8 +436,8 @@ def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def _is_skipped(path: str) -> bool:
     """Return True for a weight file, a hidden one, and one that an artifact writes itself."""
-    parts = path.split("/")
-    if parts[0] in WEIGHT_FOLDERS or any(part.startswith(".") for part in parts):
+    components = path.split("/")
+    if components[0] in WEIGHT_FOLDERS or any(name.startswith(".") for name in components):
         return True
     return path in (CONFIG, MANIFEST, SUMS, CARD) or path.endswith(
         (*WEIGHT_SUFFIXES, ".index.json")

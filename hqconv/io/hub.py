@@ -32,7 +32,7 @@ from hqconv.io.file_snapshot import state_of
 from hqconv.io.safetensors_header import header_length
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, found_at
+from hqconv.schemas.untrusted_files import found_at
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,14 +49,12 @@ def is_repo_id(src: str) -> bool:
 
 def no_repo(src: str) -> RequestError:
     """Return the error for a source that is neither a folder nor a repo's name."""
-    found = "an empty name" if not src else "no such path"
-    if src and Path(src).exists():
-        found = found_at(Path(src)) or "a file"
+    found = found_at(Path(src)) or "a file"  # Path("") is the current folder
     return RequestError(
         "The checkpoint cannot be opened.",
         where=src,
         expected="a model folder, a GGUF file or a Hub repo id (org/name)",
-        found=found,
+        found=found if src else "an empty name",
         remedy=close_file(Path(src), is_folder=True),
     )
 
@@ -215,9 +213,6 @@ def fetch(
     """
     from huggingface_hub import snapshot_download
 
-    _LOG.info(
-        "Files of %s at %s are fetched, unless the cache has them.", repo_id, revision or "main"
-    )
     patterns = [glob.escape(name) for name in names]
     with explained(repo_id, revision):
         folder: Any = snapshot_download(
@@ -324,21 +319,10 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
 
 def is_complete(root: Path) -> bool:
-    """Return True if a snapshot's folder has all weights that its index names, or all files of an artifact."""
-
-    def names(file: str, key: str) -> Mapping[str, Any]:
-        found = (
-            checkpoint_files.read_json(root / file, max_bytes=MAX_LIST_BYTES)[0]
-            if (root / file).is_file()
-            else {}
-        )
-        return found[key] if isinstance(found.get(key), dict) else {}
-
-    wanted = names(MANIFEST, "files") or {
-        CONFIG,
-        *(map(str, names(INDEX, "weight_map").values() or [SINGLE])),
-    }
-    return any(root.glob("*.gguf")) or all((root / name).is_file() for name in wanted)
+    """Return True if a snapshot's folder has all weights that its index names, or GGUF files."""
+    weight_map, _ = checkpoint_files.read_weight_map(root)
+    names = {SINGLE} if weight_map is None else set(weight_map.values())
+    return any(root.glob("*.gguf")) or all((root / name).is_file() for name in names)
 
 
 def has_cached_bytes(root: Path, digest: str | None) -> bool:
@@ -388,95 +372,81 @@ def note_revision(root: Path, revision: str) -> None:
 # --- a branch that gets files
 
 
-@dataclass(frozen=True)
-class BranchState:
-    """A branch of a repo: its last commit, and path → SHA-256 of its files, None of those outside of LFS."""
+def branch_exists(repo_id: str, branch: str | None) -> bool:
+    """Return True if a repo and one of its branches exist, None for the main one."""
+    from huggingface_hub import HfApi
 
-    commit: str
-    files: Mapping[str, str | None]
+    with explained(repo_id, branch):
+        return HfApi().revision_exists(repo_id, branch or "main")
 
 
-@dataclass(frozen=True)
-class HubBranch:
-    """A model repo and one of its branches, None for the main one. Methods raise as `fetch`."""
+def create_branch(repo_id: str, branch: str | None, *, private: bool) -> None:
+    """Create a repo and the branch if they are missing. Raises as `check_private`."""
+    from huggingface_hub import HfApi
 
-    repo_id: str
-    branch: str | None = None
+    with explained(repo_id, branch):
+        HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
+        if branch is not None:
+            HfApi().create_branch(repo_id, branch=branch, exist_ok=True)
+    if private:
+        check_private(repo_id)
 
-    def exists(self) -> bool:
-        """Return True if the repo and the branch exist."""
-        from huggingface_hub import HfApi
 
-        with explained(self.repo_id, self.branch):
-            return HfApi().revision_exists(self.repo_id, self.branch or "main")
+def check_private(repo_id: str) -> None:
+    """Raise RequestError for a public repo."""
+    if not _model_info(repo_id, None).private:
+        raise RequestError(
+            "The repo is there already, and is public.",
+            where=repo_id,
+            expected="a private repo",
+            remedy="Make it private, or leave --private out.",
+        )
 
-    def create(self, *, private: bool) -> BranchState:
-        """Create the repo and the branch if they are missing. With `private` a public repo raises RequestError."""
-        from huggingface_hub import HfApi
 
-        with explained(self.repo_id, self.branch):
-            HfApi().create_repo(self.repo_id, private=private or None, exist_ok=True)
-            if self.branch is not None:
-                HfApi().create_branch(self.repo_id, branch=self.branch, exist_ok=True)
-        return self.state(private=private)
+def commit_files(
+    repo_id: str,
+    branch: str | None,
+    title: str,
+    files: Mapping[str, bytes | Path],
+    digests: Mapping[str, str],
+    obsolete: Iterable[str],
+    parent: str,
+) -> str:
+    """Create one commit on top of `parent` that adds files and deletes obsolete ones; return its hash.
 
-    def state(self, *, private: bool) -> BranchState:
-        """Request the branch's last commit and its files. With `private` a public repo raises RequestError."""
-        info = _model_info(self.repo_id, self.branch)
-        if private and not info.private:
-            raise RequestError(
-                "The repo is there already, and is public.",
-                where=self.repo_id,
-                expected="a private repo",
-                remedy="Make it private, or leave --private out.",
-            )
-        files = {
-            file.rfilename: file.lfs["sha256"] if file.lfs else None for file in info.siblings or ()
-        }
-        return BranchState(check_commit(self.repo_id, info.sha), files)
+    The library sends no file that the branch has, and makes no commit that changes nothing.
+    digests: the SHA-256 that files must have. Raises VerificationError for a file with another one, OutputError
+    where a file changes while it is sent.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    def commit(
-        self,
-        title: str,
-        files: Mapping[str, bytes | Path],
-        digests: Mapping[str, str],
-        obsolete: Iterable[str],
-        parent: str,
-    ) -> str:
-        """Create one commit on top of `parent` that adds files and deletes obsolete ones; return its hash.
-
-        The library sends no file that the branch has, and makes no commit that changes nothing.
-        digests: the SHA-256 that files must have. Raises VerificationError for a file with another one, OutputError
-        where a file changes while it is sent.
-        """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-        before = [state_of(content) for content in files.values() if isinstance(content, Path)]
-        with explained(self.repo_id, self.branch):
-            additions = []
-            for name, content in files.items():
-                data = content if isinstance(content, bytes) else str(content)
-                additions.append(CommitOperationAdd(name, data))
-                sha256 = additions[-1].upload_info.sha256.hex()
-                if sha256 != digests.get(name, sha256):
-                    raise VerificationError(
-                        "A file of the artifact has other bytes than the manifest lists.",
-                        where=name,
-                        expected=f"sha256 {digests[name]}",
-                        found=f"sha256 {sha256}",
-                        remedy="Nothing was published. Verify the artifact; convert again, or copy it again.",
-                    )
-            kwargs: Any = {"revision": self.branch}
-            HfApi().preupload_lfs_files(self.repo_id, additions, free_memory=False, **kwargs)
-            if before != [state_of(data) for data in files.values() if isinstance(data, Path)]:
-                raise OutputError(
-                    "A file changed while it was sent.",
-                    where=self.repo_id,
-                    remedy="Nothing was published. Push again.",
+    before = [state_of(content) for content in files.values() if isinstance(content, Path)]
+    with explained(repo_id, branch):
+        additions = []
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else str(content)
+            addition = CommitOperationAdd(name, data)
+            sha256 = addition.upload_info.sha256.hex()
+            if sha256 != digests.get(name, sha256):
+                raise VerificationError(
+                    "A file of the artifact has other bytes than the manifest lists.",
+                    where=name,
+                    expected=f"sha256 {digests[name]}",
+                    found=f"sha256 {sha256}",
+                    remedy="Nothing was published. Verify the artifact; convert again, or copy it again.",
                 )
-            deletions = [CommitOperationDelete(name, is_folder=False) for name in obsolete]
-            kwargs |= {"commit_message": title, "parent_commit": parent}
-            return str(HfApi().create_commit(self.repo_id, [*deletions, *additions], **kwargs).oid)
+            additions.append(addition)
+        kwargs: Any = {"revision": branch}
+        HfApi().preupload_lfs_files(repo_id, additions, free_memory=False, **kwargs)
+        if before != [state_of(content) for content in files.values() if isinstance(content, Path)]:
+            raise OutputError(
+                "A file changed while it was sent.",
+                where=repo_id,
+                remedy="Nothing was published. Push again.",
+            )
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in obsolete]
+        kwargs |= {"commit_message": title, "parent_commit": parent}
+        return str(HfApi().create_commit(repo_id, [*deletions, *additions], **kwargs).oid)
 
 
 # --- errors of the Hub library

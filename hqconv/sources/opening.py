@@ -226,13 +226,10 @@ def _check_against_manifest(source: Source) -> None:
     """
     if not is_artifact(source.root):
         return
-    manifest, listing, guard = (
-        read_manifest(source.root, is_sealed=True),
-        source.listing,
-        source.guard,
-    )
-    guard.is_held = guard.is_hashing = True
-    guard.listed = {
+    manifest = read_manifest(source.root, is_sealed=True)
+    snapshot, listing = source.guard, source.listing
+    snapshot.is_held = snapshot.is_hashing = True
+    snapshot.listed = {
         name: file.sha256 for name, file in manifest.files.items() if name not in COMPANIONS
     }
     wrong = {*source.other_files, *(file.name for file in source.files)} - manifest.files.keys()
@@ -242,7 +239,7 @@ def _check_against_manifest(source: Source) -> None:
         wrong.update(manifest.missing_files(listing.sizes.get))
         found = listing.digests
         wrong.update(
-            name for name, sha256 in guard.listed.items() if found.get(name, sha256) != sha256
+            name for name, sha256 in snapshot.listed.items() if found.get(name, sha256) != sha256
         )
     if wrong:
         raise InputError(
@@ -253,8 +250,8 @@ def _check_against_manifest(source: Source) -> None:
             remedy="Take other files away; if they are the artifact's, copy it again, or convert the model again.",
         )
     for name in (CONFIG, INDEX):
-        if guard.has_seen(name):
-            guard.hash(name)
+        if snapshot.has_seen(name):
+            snapshot.hash(name)
     source.sorted_layers = frozenset(
         name for name, layer in manifest.blocks.items() if layer.intermediate_order
     )

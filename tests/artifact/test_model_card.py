@@ -186,7 +186,7 @@ def test_front_matter_that_cannot_be_read(raw: bytes, source: Path, tmp_path: Pa
 )
 def test_front_matter(card: bytes, words: dict[str, Any], body: bytes) -> None:
     found = FrontMatter.of(card)
-    assert (found.words, found.body, found.problem) == (words, body, "")
+    assert (found.document, found.body, found.problem) == (words, body, "")
 
 
 def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:

@@ -21,9 +21,7 @@ from typer.testing import CliRunner
 from hqconv.api import push
 from hqconv.cli.app import app
 from hqconv.cli.interrupt import MESSAGE
-from hqconv.conversion.push import push as run_push
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
-from hqconv.io.hub import HubBranch
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server, processes
 from tests.make.conversions import assert_verified, run
@@ -79,8 +77,7 @@ def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") ->
 
 def test_one_commit_holds_all(out: Path, hub: UploadHub) -> None:
     said: list[str] = []
-    branch = HubBranch(REPO)
-    report = run_push(out, branch, announce=said.append)
+    report = push(out, REPO, announce=said.append)
     assert there(hub) == files_of(out)
     assert_only_whole(hub, out)
     assert (len(hub.messages), len(hub.commits["main"])) == (1, 2)

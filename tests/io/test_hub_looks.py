@@ -145,7 +145,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
 @pytest.mark.parametrize(
     ("path", "status", "headers", "kind", "what", "remedy"),
     [
-        (API, 401, {}, RequestError, "accept the token, or wants one", "hf auth login"),
+        (API, 401, {}, RequestError, "does not accept the token", "hf auth login"),
         (
             API,
             401,
@@ -173,8 +173,8 @@ GATED = {"X_Error_Code": "GatedRepo"}
         (API, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (FILE, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (SHARD, 403, GATED, RequestError, "gated", "Accept its terms at http"),
-        (API, 403, {}, RequestError, "denies access", "the right to it"),
-        (FILE, 403, {}, RequestError, "denies access", "the right to it"),
+        (API, 403, {}, RequestError, "denies access", "the right to the repo"),
+        (FILE, 403, {}, RequestError, "denies access", "the right to the repo"),
         (
             *(API, 403, {"X_Error_Message": "Access to this resource is disabled."}),
             *(RequestError, "is disabled", "its owner"),
@@ -240,13 +240,9 @@ def test_a_hub_that_cannot_be_reached(
     assert constants.ENDPOINT in caught.value.what
 
 
-def test_a_repo_with_another_name(server: LocalHub) -> None:
+def test_a_repo_that_was_renamed_is_followed(server: LocalHub) -> None:
     server.former_id = "org/former"
-    with pytest.raises(RequestError, match="another name now") as caught:
-        hqconv.plan("org/former", **PLAN)
-    assert (caught.value.where, caught.value.found) == ("org/former", NAME)
-    assert caught.value.remedy == f"Give {NAME}."
-    assert server.fetched == set()
+    assert hqconv.plan("org/former", **PLAN).source.num_files == 4
 
 
 def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -> None:
