@@ -455,21 +455,6 @@ def test_verify_streams_its_source(
     assert [name for name in server.whole if name.startswith("layer-")] == [shard(2)]
 
 
-def test_verify_finds_another_source(server: LocalHub, cache: Path, tmp_path: Path) -> None:
-    """A weight that the commit has, and the artifact was not made of."""
-    run(tmp_path / "out")
-    path = server.folder / shard(3)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x40
-    path.write_bytes(data)
-    report = hqconv.verify(tmp_path / "out", NAME, cache_limit=size_of(server, 0), threads=2)
-    weights = next(result for result in report.results if result.name == "weights")
-    assert not report.passed
-    assert all("layers.3." in finding.where for finding in weights.findings)
-    assert weights.findings
-    assert_removed(cache)
-
-
 def test_a_verification_that_fails_on_the_way(
     server: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

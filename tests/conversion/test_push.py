@@ -6,10 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +16,9 @@ from typer.testing import CliRunner
 
 from hqconv.api import push
 from hqconv.cli.app import app
-from hqconv.cli.interrupt import MESSAGE
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from tests.make import hub_server, processes
+from tests.make import hub_server
 from tests.make.conversions import assert_verified, run
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import write_qwen3_moe
@@ -278,42 +273,3 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
     assert "already holds the artifact" in call("push", tmp_path / "out", REPO).stdout
     words = json.loads(call("push", tmp_path / "out", REPO, "--branch", "x", "--json", "-q").stdout)
     assert words["manifest_sha256"] == json.loads(done.stdout)["manifest_sha256"]
-
-
-@pytest.mark.parametrize("moment", ["batch", "commit"])
-def test_an_interrupted_push_is_repeated(
-    out: Path, hub: UploadHub, tmp_path: Path, moment: str
-) -> None:
-    """While files are sent nothing is published; while the commit is made only the Hub knows."""
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        go_on.wait(60)
-
-    setattr(hub, f"on_{moment}", hold)
-    words = ["push", str(out), REPO]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    with processes.Process(
-        [sys.executable, "-m", "hqconv", *words, "-q"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert held.wait(120)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    go_on.set()
-    assert process.returncode == 130
-    assert said == f"{MESSAGE}\n"
-    if moment == "batch":
-        assert there(hub) == {}
-    hub.on_batch = hub.on_commit = None
-    push(out, REPO)
-    assert there(hub) == files_of(out)
-    assert len(hub.messages) == 1

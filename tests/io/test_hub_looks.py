@@ -240,11 +240,6 @@ def test_a_hub_that_cannot_be_reached(
     assert constants.ENDPOINT in caught.value.what
 
 
-def test_a_repo_that_was_renamed_is_followed(server: LocalHub) -> None:
-    server.former_id = "org/former"
-    assert hqconv.plan("org/former", **PLAN).source.num_files == 4
-
-
 def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "data.csv").write_text("1")

@@ -118,19 +118,6 @@ def test_another_error_is_none_to_go_on_after(path: Path, monkeypatch: pytest.Mo
     reader.close()
 
 
-def test_a_file_that_cannot_be_looked_at_leaves_no_descriptor(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(_: int) -> bool:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(file_access, "is_cached", failing)
-    num_open = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(OSError, match="Input/output"):
-        PieceReader(path, "auto")
-    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
-
-
 def sampled(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any) -> bool:
     """Run is_cached with a page cache that answers for an offset."""
 
