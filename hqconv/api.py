@@ -544,7 +544,7 @@ def push(
     main one. announce: called with a sentence before each upload. Files that the repo holds already are not sent again.
 
     Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where a file is not what the
-    manifest lists, OutputError where the repo holds foreign files or the artifact changes meanwhile, NetworkError.
+    manifest lists, OutputError where files of others have its names or the artifact changes meanwhile, NetworkError.
     Nothing is published then: until the commit the branch stays as it is.
     """
     from hqconv.conversion.push import push as run

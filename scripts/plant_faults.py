@@ -40,7 +40,6 @@ LEFT_OUT = (
     "fused_moe",
     "__main__",
     "serving/warm/compile_kernels",
-    "hub_upload",
 )
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],

@@ -1,8 +1,8 @@
 """Shards of a source on the Hub: downloaded ahead of the work that needs them, and removed after their last use.
 
-The shards lie in a temporary folder in the Hub's cache, of at most `--cache-limit` bytes; bytes that the cache had
-before are used from there, and stay. Tensors that are only copied are read by range requests: a shard of the output
-has copied tensors of many shards of the source.
+The shards lie in a temporary folder in the Hub's cache, of at most `--cache-limit` bytes where the work can do with so
+many; bytes that the cache had before are used from there, and stay. Tensors that are only copied are read by range
+requests: a shard of the output has copied tensors of many shards of the source.
 """
 
 from __future__ import annotations

@@ -321,8 +321,7 @@ class OutputFolder:
         current = [entry for entry in last.values() if self._is_current_unit(entry)]
         if num_stale := len(last) - len(current):
             what = "files of the source that have changed since must be made anew"
-            other = "Copies with the same bytes are told by --source-digests"
-            self.warnings.append(f"{plural(num_stale, 'finished unit')} of {what}. {other}.")
+            self.warnings.append(f"{plural(num_stale, 'finished unit')} of {what}.")
         return current
 
     def _begin_to_replace(self, num_bytes: int, *, has_journal: bool) -> None:
