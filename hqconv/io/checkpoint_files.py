@@ -412,21 +412,21 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 def _paths(root: Path) -> Iterator[str]:
     """Yield the files in a folder and in the folders of it; links to folders are not followed."""
     for path in root.iterdir():
-        if path.is_dir() and not path.is_symlink() and not _is_skipped(path.name):
-            yield from (f"{path.name}/{inner.name}" for inner in path.iterdir())
-        else:
+        if path.is_symlink() or not path.is_dir():
             yield path.name
+        elif not _is_skipped(path.name):
+            yield from (f"{path.name}/{file.name}" for file in path.iterdir() if not file.is_dir())
 
 
 def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the sidecar files, and files and folders that are not copied, each sorted."""
     names, left_out = [], set[str]()
     for path in paths:
-        folder, slash, name = path.partition("/")
-        if _is_skipped(path):
+        if _is_skipped(path) or path.count("/") > 1:
             continue
+        folder, slash, _ = path.partition("/")
         patterns = _NAMES_IN_FOLDERS if slash else _NAMES
-        if "/" not in name and any(fnmatchcase(path.lower(), pattern) for pattern in patterns):
+        if any(fnmatchcase(path.lower(), pattern) for pattern in patterns):
             check_text(path, path)
             names.append(path)
         else:

@@ -6,15 +6,12 @@ import json
 import os
 import random
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import hqconv
 from hqconv.errors import InputError
-from hqconv.io import file_snapshot
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run, run_until
 from tests.make.damage import Damaged
@@ -57,19 +54,6 @@ def data_of(path: Path) -> range:
     """Where a file's tensors are."""
     data = path.read_bytes()
     return range(8 + int.from_bytes(data[:8], "little"), len(data))
-
-
-@pytest.fixture
-def slow_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else is done before an artifact's large files are hashed."""
-    real = file_snapshot.sha256_of
-
-    def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
-        if path.suffix == ".safetensors":
-            time.sleep(0.5)
-        return real(path, keep_on)
-
-    monkeypatch.setattr(file_snapshot, "sha256_of", slow)
 
 
 def assert_refused(
@@ -119,7 +103,6 @@ def test_a_changed_config_or_index(good: dict[str, Path], tmp_path: Path, layout
         (src / name).write_bytes(whole)
 
 
-@pytest.mark.usefixtures("slow_digests")
 def test_what_is_wrong_with_the_file_comes_before_what_is_wrong_with_its_numbers(
     damaged: Damaged, tmp_path: Path
 ) -> None:
@@ -157,7 +140,6 @@ def test_damaged_between_two_runs(damaged: Damaged, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.usefixtures("slow_digests")
 @pytest.mark.parametrize("name", [*RANK_FILES, "model.safetensors", "tokenizer.json"])
 def test_nothing_made_of_damaged_bytes_is_kept(damaged: Damaged, tmp_path: Path, name: str) -> None:
     out, path = tmp_path / "out", damaged.root / name

@@ -29,7 +29,7 @@ from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
 from hqconv.sources.opening import open_source
-from tests.make import conversions, input_scales, processes, small
+from tests.make import conversions, hub_server, input_scales, processes, small
 from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -191,6 +191,18 @@ def test_what_was_in_the_cache_stays(
     assert {shard(2), shard(3)} == shards(cache)
     assert blobs <= {path.name for path in (cache / "models--org--name/blobs").iterdir()}
     assert not {shard(2), shard(3)} & set(server.whole)
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_found(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a large file, of which the Hub lists the digest."""
+    monkeypatch.setattr(hub_server, "_is_large", lambda path: "config" not in path.name)
+    Path(hf_hub_download(NAME, "tokenizer.json")).resolve().write_text("[]")
+    with pytest.raises(InputError, match="not what its manifest or the Hub lists") as caught:
+        run(tmp_path / "out")
+    assert "tokenizer.json" in caught.value.where
+    assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
 @pytest.mark.parametrize("where", ["cache", "artifact"])

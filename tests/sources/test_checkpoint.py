@@ -590,7 +590,7 @@ LEFT_OUT = words("""
 """)
 FOLDERS = [
     "checkpoint-20/tokenizer.json",
-    "runs/x/events",
+    "runs/events",
     "wandb/vocab.json",
     "global_step20/latest",
     "logs/a.md",
