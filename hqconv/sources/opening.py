@@ -234,13 +234,14 @@ def _check_against_manifest(source: Source) -> None:
     }
     wrong = {*source.other_files, *(file.name for file in source.files)} - manifest.files.keys()
     if listing is None:
-        wrong.update(manifest.missing_files(lambda name: size_of(source.root / name)))
+        missing = manifest.missing_files(lambda name: size_of(source.root / name))
     else:
-        wrong.update(manifest.missing_files(listing.sizes.get))
+        missing = manifest.missing_files(listing.sizes.get)
         found = listing.digests
         wrong.update(
             name for name, sha256 in snapshot.listed.items() if found.get(name, sha256) != sha256
         )
+    wrong.update(snapshot.listed.keys() & missing)
     if wrong:
         raise InputError(
             "A file of the artifact is not what its manifest lists.",

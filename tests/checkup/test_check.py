@@ -417,7 +417,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
         hqconv.check(src)
 
 
-@pytest.mark.parametrize("kind", ["a pipe", "no such path", "an empty name"])
+@pytest.mark.parametrize("kind", ["a pipe", "no such file", "an empty name"])
 def test_what_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf" if kind == "a pipe" else tmp_path / "model.txt"
     if kind == "a pipe":
