@@ -6,6 +6,7 @@ in a folder, such as a trainer's states and logs, is not copied.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -237,11 +238,9 @@ def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
             repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
         )
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
-    plain = set(
-        filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)})
-    )
+    is_plain = functools.cache(is_plain_name)
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name not in plain:
+        if not isinstance(name, str) or not is_plain(name):
             where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
             what = "The index names a file that cannot be a shard."
             raise InputError(

@@ -159,16 +159,9 @@ def is_whole(root: Path, record: FileRecord) -> bool:
     )
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the nearest folder of a path that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def check_space(root: Path, num_bytes: int) -> None:
     """Raise OutputError if the disk lacks space for `num_bytes`, or the folder cannot be written."""
-    folder = existing_parent(root)
+    folder = next(path for path in (root, *root.parents) if path.exists())
     with output_errors(folder):
         free = shutil.disk_usage(folder).free
         writable = os.access(folder, os.W_OK | os.X_OK)

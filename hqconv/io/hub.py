@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import logging
 import os
 import re
 import time
@@ -33,8 +32,6 @@ from hqconv.io.safetensors_header import header_length
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import found_at
-
-_LOG = logging.getLogger(__name__)
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
 _TRIES = 4  # of a range whose transfer breaks off; the library repeats what the Hub refuses
@@ -238,7 +235,6 @@ def fetch_file(
     kwargs: dict[str, Any] = {} if check is None else {"tqdm_class": _silent_bar(check)}
     with explained(repo_id, commit):
         path: Any = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
-    _LOG.info("Fetched %s/%s, or found it in the cache.", repo_id, name)
     return Path(path)
 
 
@@ -468,8 +464,6 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     failures = (OSError, ValueError, RuntimeError, http_error, errors.EntryNotFoundError)
     try:
         yield
-    except HqconvError:
-        raise
     except failures as error:
         raise _explain(error, repo_id, revision or "main") from error
 
