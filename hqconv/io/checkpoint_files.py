@@ -449,11 +449,12 @@ def _size(root: Path, name: str) -> int:
     The Hub's cache has its files in `blobs`, beside `snapshots` with links to them, as in older downloads to a folder.
     """
     path = root / name
-    target = path.resolve()
-    is_blob = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
     found = found_at(path)
-    if found is None and not is_blob and not target.is_relative_to(root.resolve()):
-        found = f"a link that leads out of the source, to {target}: that file would be copied"
+    if found is None:
+        target = path.resolve()
+        is_blob = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+        if not is_blob and not target.is_relative_to(root.resolve()):
+            found = f"a link that leads out of the source, to {target}: that file would be copied"
     if found is None:
         try:
             descriptor = open_regular(path)

@@ -177,7 +177,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
         (FILE, 403, {}, RequestError, "denies access", "the right to the repo"),
         (
             *(API, 403, {"X_Error_Message": "Access to this resource is disabled."}),
-            *(RequestError, "is disabled", "its owner"),
+            *(RequestError, "denies access", "the right to the repo"),
         ),
         (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
         (SHARD, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),

@@ -152,7 +152,7 @@ SPECIAL += (
     "model.safetensors",
     "hf_quant_config.json",
     "quant_model_description.json",
-    "sub/vocab.txt",
+    "tokenizer/vocab.txt",
 )
 
 
