@@ -423,10 +423,10 @@ def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     for path in paths:
         if _is_skipped(path) or path.count("/") > 1:
             continue
+        check_text(path, path)
         folder, slash, _ = path.partition("/")
         patterns = _NAMES_IN_FOLDERS if slash else _NAMES
         if any(fnmatchcase(path.lower(), pattern) for pattern in patterns):
-            check_text(path, path)
             names.append(path)
         else:
             left_out.add(folder + slash)
