@@ -11,7 +11,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.3.0"
+from hqconv.version import __version__
+
 logging.getLogger(__name__).addHandler(
     logging.NullHandler()
 )  # the caller decides about records: docs/api.md

@@ -24,7 +24,6 @@ from hqconv.schemas.options import (
     conversion_options,
     refuse_unknown_checks,
 )
-from hqconv.serving.warm import compile_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +237,7 @@ def convert(
     from hqconv.conversion.convert import (
         convert as run,
     )  # all libraries are loaded before the work begins
-    from hqconv.evaluation.held_out import held_out, with_evaluation
+    from hqconv.evaluation.evaluate import held_out, with_evaluation
 
     resources = values.resources_of(
         device, max_memory, max_gpu_memory, threads, is_part=own_part is not None
@@ -348,7 +347,47 @@ def allocate(
         return run(source, planned, (size_bytes, bits), given, place, resources, progress)
 
 
-warm = _checked(compile_kernels.warm)
+@_checked
+def warm(
+    out: str | Path,
+    *,
+    gpu: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    quantization: str | None = None,
+    moe_backend: str | None = None,
+    kernels: str | Path | None = None,
+    jobs: int | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Compile the kernels that vLLM requests of Humming when it serves a model. No GPU needed.
+
+    out: an artifact in the kernel layout, whose kernels go to a folder beside it; or any checkpoint that vLLM serves
+    with Humming by itself, a folder or a Hub repo, whose kernels go into Humming's cache (HUMMING_CACHE_DIR): vLLM must
+    be installed, and be the server's installation. No weights are read. gpu: the server's: a name such as h200 or l40s,
+    or a JSON file of facts; None: the one here. tp, ep, quantization, moe_backend: of the server of a checkpoint: TP
+    ranks, EP ranks and vLLM's options of these names; an artifact has its own. kernels: the folder of an artifact's;
+    None is `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about
+    the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and
+    VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
+
+    Returns a document: the folder, the GPU, and counts. Raises RequestError for other ranks than an artifact's, another
+    GPU than its target's, a checkpoint that vLLM does not serve with Humming, or without a compiler; VerificationError
+    of a damaged artifact; OutputError.
+    """
+    from hqconv.warm.compile_kernels import warm as run
+
+    return run(
+        out,
+        gpu=gpu,
+        tp=tp,
+        ep=ep,
+        quantization=quantization,
+        moe_backend=moe_backend,
+        kernels=kernels,
+        jobs=jobs,
+        announce=announce,
+    )
 
 
 @_checked
@@ -569,42 +608,42 @@ def evaluate(
     num_tokens: int = 16384,
     context_length: int = 512,
     compute_dtype: str = "float32",
-    write_card: bool = False,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
-    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate an artifact: KL divergence and perplexity of its weights against the source's on a text.
 
     Both run in transformers, layer by layer: the weights of one layer are in memory at a time. Activations are not
     quantized. out: the artifact. source: the checkpoint that it was made from, as `src` of `convert`, at `revision`.
     text: a text file that calibration did not see. num_tokens: tokens of the text that are read. context_length:
-    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. write_card: put
-    the figures into the artifact's model card, from where the report takes them. device: auto, cpu, cuda or cuda:N.
-    max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the limit. threads: of
-    the CPU. announce: called with a sentence before the model runs.
+    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. device: auto,
+    cpu, cuda or cuda:N. max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the
+    limit. threads: of the CPU.
+
+    The document is written beside the artifact too, as evaluation.json, from where the report takes it; where that
+    cannot be done, a warning says so.
 
     Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `perplexity`
     and `mean_nll` (each of `source` and `artifact`), `top1_agreement` (share of tokens with the same most likely
-    prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
-    source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
+    prediction), the conditions, and `warnings`. Raises RequestError where transformers is missing or cannot run the
+    model, the source is another one, or memory is short; VerificationError for a damaged artifact, InputError,
+    NetworkError.
     """
     from hqconv.conversion.option_values import resources_of
-    from hqconv.evaluation.evaluate import EvaluateOptions
     from hqconv.evaluation.evaluate import evaluate as run
 
-    options = EvaluateOptions(
+    return run(
+        Path(out),
+        str(source),
+        Path(text),
         num_tokens=num_tokens,
         context_length=context_length,
         compute_dtype=compute_dtype,
-        write_card=write_card,
         resources=resources_of(device, max_memory, None, threads),
         revision=revision,
-        announce=announce or (lambda _: None),
     )
-    return run(Path(out), str(source), Path(text), options)
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -71,44 +71,8 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
     return [str(first) if first == end else f"{first}-{end}" for first, end in runs]
 
 
-def differences(before: object, now: object) -> tuple[str, str]:
-    """Texts of the parts in which two JSON values differ, for a message: `("tp 2, ep 1", "tp 4, ep 2")`.
-
-    Of two objects with different names (the key `name`) the names are the texts.
-    """
-    found = list(_different_parts("", before, now))
-    found = [part for part in found if part[0] == "name"] or found
-    more = f", … {len(found)} in all" if len(found) > NUM_SHOWN else ""
-    shown = [
-        (key.removeprefix("name"), *map(_value_text, pair)) for key, *pair in found[:NUM_SHOWN]
-    ]
-    texts = [
-        ", ".join(f"{key} {pair[side]}".strip() for key, *pair in shown) + more for side in (0, 1)
-    ]
-    return texts[0], texts[1]
-
-
-def _different_parts(key: str, before: object, now: object) -> Iterator[tuple[str, object, object]]:
-    """Yield path, old and new value of each different part; elements of lists with a `name` go by it."""
-    sides = [dict(enumerate(side)) if isinstance(side, list) else side for side in (before, now)]
-    if not all(isinstance(side, dict) for side in sides):
-        if before != now:
-            yield key, before, now
-        return
-    old, new = (
-        {str(_get(v, "name", k)): v for k, v in side.items()}
-        for side in sides
-        if isinstance(side, dict)
-    )
-    for part in {**old, **new}:
-        yield from _different_parts(f"{key}: {part}" if key else part, old.get(part), new.get(part))
-
-
-def _get(value: object, key: str, default: object) -> object:
-    return value.get(key, default) if isinstance(value, dict) else default
-
-
-def _value_text(value: object) -> str:
+def short_text(value: object) -> str:
+    """Format a JSON value for a message, cut off where it is long."""
     text = value if isinstance(value, str) else "nothing" if value is None else json.dumps(value)
     return _shortened(text, _MAX_WORD)
 

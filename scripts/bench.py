@@ -1,7 +1,7 @@
 """Measure conversions, verifications, loads and starts, of this checkout alone or in turn with another one.
 
     python scripts/bench.py convert|verify|load [--sizes 2,8] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--runs 3]
-                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER] [--cold] [--limits]
+                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER] [--cold]
                             [--set quantizer=mse] [--set tp=2]
     python scripts/bench.py start [--against OTHER_CHECKOUT] [--runs 5]
 
@@ -11,8 +11,7 @@ JSON line for each case: medians in seconds of the whole process (`whole_s`), of
 (`call_s`) and of the executor's stages (`stages_s`), processor time (`cpu_s`, which other work on the machine changes
 least), GB/s of the source's bytes, and memory. With `--against`, `ratio` is the median over the rounds of OTHER's
 seconds by this checkout's: more than 1 is faster here; `differing` names weight files of the two artifacts that are not
-equal. `--limits` adds what the machine can do in the same run: reading the source, writing as many bytes as come out,
-SHA-256, the three at once, and copies to and from the GPU.
+equal.
 
 `load` fills tensors on the device from all rank files, as vLLM's plugin does. `start` measures commands that do little.
 `--set` passes an option to `hqconv.convert`.
@@ -21,7 +20,6 @@ SHA-256, the three at once, and copies to and from the GPU.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -104,7 +102,7 @@ def load(job: Found) -> Found:
     import torch
 
     from hqconv.artifact.rank_file import RankFile
-    from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
+    from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller
     from hqconv.io.safetensors_header import read_header
     from hqconv.schemas.dtypes import torch_dtype
 
@@ -119,9 +117,7 @@ def load(job: Found) -> Found:
         targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
         files.append((str(path), RankFile(path, path.name, "", "", {}, {}), targets))
     if device.type == "cuda":
-        prepare_buffers(device)
         torch.cuda.synchronize(device)
-        time.sleep(2)  # a server pins them while it creates the model
     job.get("ready", lambda: None)()
     begun = time.monotonic()
     filler = TensorFiller(files)
@@ -209,10 +205,6 @@ def case(what: str, source: Path, schema: str, device: str, args: argparse.Names
             key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s", "cpu_s")
         }
         report["differing"] = differing(outs["this"], outs["against"])
-    if args.limits:
-        report["limits_gb_per_s"] = limits(
-            source, args.work, size_of(outs["this"] / "experts"), args.threads, device
-        )
     for out in outs.values():
         shutil.rmtree(out)
     return report
@@ -347,39 +339,6 @@ def set_cache(folder: Path, args: argparse.Namespace) -> None:
 # --- what the machine can do -------------------------------------------------------------------------------
 
 
-def limits(source: Path, work: Path, bytes_out: int, threads: int, device: str) -> dict[str, float]:
-    """GB/s of the source's bytes at which each part of a conversion could go alone, and three of them at once."""
-    num_bytes, share = size_of(source), max(1, threads // 3)
-
-    def together() -> None:
-        tasks = (
-            lambda: read_all(source, max(1, threads - 2 * share)),
-            lambda: write_all(work, bytes_out, share),
-            lambda: hash_all(bytes_out, share),
-        )
-        with ThreadPoolExecutor(len(tasks)) as pool:
-            list(pool.map(lambda task: task(), tasks))
-
-    works: dict[str, Callable[[], object]] = {
-        "read": lambda: read_all(source, threads),
-        "write": lambda: write_all(work, bytes_out, threads),
-        "hash": lambda: hash_all(bytes_out, threads),
-        "together": together,
-    }
-    found = {name: num_bytes / seconds_of(task) / 1e9 for name, task in works.items()}
-    if device.startswith("cuda"):
-        into, out_of = copies(device)
-        found |= {"copy_in": into, "copy_out": out_of * num_bytes / bytes_out}
-    return {name: round(speed, 2) for name, speed in found.items()}
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun
-
-
 def read_all(folder: Path, threads: int) -> None:
     """Read all weight files in parallel, into memory that is used again."""
     pieces = [
@@ -396,56 +355,6 @@ def read_all(folder: Path, threads: int) -> None:
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, pieces))
-
-
-def write_all(folder: Path, num_bytes: int, threads: int) -> None:
-    """Write so many bytes to new files in parallel, flush and remove them."""
-    data = memoryview(os.urandom(CHUNK_BYTES))
-    share = num_bytes // threads
-
-    def write(number: int) -> None:
-        with (folder / f"limit-{number}").open("wb", buffering=0) as file:
-            for start in range(0, share, CHUNK_BYTES):
-                file.write(data[: share - start])
-            os.fsync(file.fileno())
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(write, range(threads)))
-    finally:
-        for number in range(threads):
-            (folder / f"limit-{number}").unlink(missing_ok=True)
-
-
-def hash_all(num_bytes: int, threads: int) -> None:
-    """SHA-256 of so many bytes, on as many cores."""
-    data = bytes(CHUNK_BYTES)
-
-    def one(_: int) -> None:
-        digest = hashlib.sha256()
-        for _ in range(max(1, num_bytes // threads // CHUNK_BYTES)):
-            digest.update(data)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(one, range(threads)))
-
-
-def copies(device: str) -> tuple[float, float]:
-    """GB/s from pinned memory to the GPU, and back."""
-    import torch
-
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    there = host.to(device)
-    speeds = []
-    for to, source in ((there, host), (host, there)):
-
-        def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
-            to.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-
-        copy()
-        speeds.append((1 << 30) / seconds_of(copy) / 1e9)
-    return speeds[0], speeds[1]
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -473,7 +382,6 @@ def main() -> None:
     parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--limits", action="store_true")
     args = parser.parse_args()
     args.set = dict(args.set)
     args.checkouts = {"this": REPO} | ({"against": args.against} if args.against else {})

@@ -4,7 +4,6 @@
     python scripts/check_gpu.py kernels [--inputs a16|quantized|fp8,…] every schema through the fused-MoE kernel
     python scripts/check_gpu.py sources [--formats awq,gptq]          every source format: convert, verify, compare
     python scripts/check_gpu.py verify                                 damage has the same findings on both devices
-    python scripts/check_gpu.py eight --work DIR [--size-gb 60]        parts, ranks and loads on all GPUs
 
 Needs a CUDA device of the target architecture (`sources` runs without one as well); vLLM's answers are
 scripts/check_serving.py's. Every case is a line, and a row of `--log FILE.md`. Exit code 1 where a case fails.
@@ -37,7 +36,6 @@ from hqconv.kernel_layout.compatibility import why_not
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, LayerSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_layer_schema
-from scripts import many_gpus
 from scripts.bench import make_source
 from tests.make.formats import FORMATS, write
 from tests.make.layouts import Sizes
@@ -262,12 +260,8 @@ def verify(schema: str, work: Path) -> list[str]:
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    usual = {"verify": DAMAGED, "eight": many_gpus.SCHEMAS}.get(
-        args.what, (*SCHEMAS, *SCHEMA_PAIRS)
-    )
+    usual = {"verify": DAMAGED}.get(args.what, (*SCHEMAS, *SCHEMA_PAIRS))
     args.schemas = schemas = args.schemas.split(",") if args.schemas else usual
-    if args.what == "eight":
-        return many_gpus.cases(args)
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
     if args.what == "kernels":
@@ -315,17 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("devices", "kernels", "sources", "verify", "eight"))
+    parser.add_argument("what", choices=("devices", "kernels", "sources", "verify"))
     parser.add_argument("--schemas", default="")
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")
-    parser.add_argument(
-        "--work", type=Path, default=Path("/dev/shm/hqconv"), help="of `eight`, in memory; stays"
-    )
-    parser.add_argument("--size-gb", type=float, default=60.0, help="of its source")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--processes", default="8,4,2,1")
-    parser.add_argument("--sinks", default="files,discarded")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args(arguments)

@@ -1,7 +1,6 @@
 """Prove on a GPU, with vLLM, that artifacts are served right; and measure starts and tokens per second.
 
     python scripts/check_serving.py layouts [--schemas mxfp4,…] [--tp 2 [--ep]]  answers of both layouts; sleep; warm
-    python scripts/check_serving.py large DIR [--schemas …] [--tp 2 [--ep]]      starts and memory, of both layouts
     python scripts/check_serving.py eplb [--schemas …] --tp 2                    answers while experts move
     python scripts/check_serving.py model DIR --calibrate TEXT --text TEXT       a real model: perplexity, answer, speed
     python scripts/check_serving.py reload [--schemas …]                         new weights in place, as in RL
@@ -177,51 +176,6 @@ def inputs_of_stock(name: str) -> dict[str, str]:
         if fields
         else {}
     )
-
-
-# --- large -------------------------------------------------------------------------------------------------
-
-
-def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
-    """Start both layouts of a large model, one after the other, with no kernels and with those of `hqconv warm`.
-
-    Answers are compared under VLLM_BATCH_INVARIANT=1 only: Humming adds the sums of such sizes in any order (stream-K).
-    """
-    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
-    out, stock, warm = work / "kernel", work / "stock", work / "warm"
-    hqconv.convert(args.model, out, **words | ranks_of(args))
-    engine = engine_of(args)
-    begun = time.monotonic()
-    command("warm", str(out), "--kernels", str(warm), "-q")
-    print(f"hqconv warm of the kernel layout: {time.monotonic() - begun:.1f} s", flush=True)
-    starts: dict[str, tuple[Path, dict[str, Any]]] = {
-        "kernel layout": (out, {}),
-        "kernel layout, warm kernels": (out, {"kernels": str(warm)}),
-    }
-    if not any(
-        ENGINE.checkpoint_layout_obstacle(one, "bfloat16")
-        for one in resolve_layer_schema(schema).each
-    ):
-        hqconv.convert(args.model, stock, **words, layout="checkpoint")
-        begun, kind = time.monotonic(), "--ep" if args.ep else "--tp"
-        command("warm", str(stock), kind, str(args.tp), "-q", HUMMING_CACHE_DIR=str(work / "cache"))
-        print(f"hqconv warm of the checkpoint layout: {time.monotonic() - begun:.1f} s", flush=True)
-        starts["checkpoint layout"] = (stock, {})
-        starts["checkpoint layout, warm kernels"] = (stock, {"cache": work / "cache"})
-    reports = {
-        name: serve(model, work, engine, prompts=PROMPTS, **told)
-        for name, (model, told) in starts.items()
-    }
-    first = reports["kernel layout"]["answers"]
-    is_exact = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-    for name, report in reports.items():
-        assert not is_exact or report["answers"] == first, f"other answers: {name}"
-        rank = {key: max(one[key] for one in report["ranks"]) for key in report["ranks"][0]}
-        print(
-            f"{name}: first token after {report['first_token_s']:.1f} s, {report['num_kernels']} kernels, GB: {rank}",
-            flush=True,
-        )
-    return [f"{len(starts)} starts", "same answers" if is_exact else "answers were not compared"]
 
 
 # --- eplb --------------------------------------------------------------------------------------------------
@@ -527,7 +481,7 @@ def packed(source: Path) -> None:
 def gpu_facts(work: Path) -> Path:
     """Write the facts of this machine's GPU, for a command that does not see it."""
     path = work / "gpu.json"
-    words = [sys.executable, "-m", "hqconv.serving.warm.gpus"]
+    words = [sys.executable, "-m", "hqconv.warm.gpus"]
     path.write_text(
         subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout
     )
@@ -544,8 +498,8 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
             (s,): partial(layouts, s, args)
             for s in (args.schemas.split(",") if args.schemas else SERVED)
         }
-    if args.what in ("large", "eplb"):
-        case = {"large": large, "eplb": eplb}[args.what]
+    if args.what == "eplb":
+        case = eplb
         return {
             (s,): partial(case, s, args) for s in (args.schemas or "mxfp4,int4-g32-e4m3").split(",")
         }
@@ -561,8 +515,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("layouts", "large", "eplb", "model", "reload", "starts"))
-    parser.add_argument("model", type=Path, nargs="?", help="folder of the real or the large model")
+    parser.add_argument("what", choices=("layouts", "eplb", "model", "reload", "starts"))
+    parser.add_argument("model", type=Path, nargs="?", help="folder of the real model")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--schemas", default="")
@@ -572,8 +526,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args(arguments)
-    if args.what == "large" and not args.model:
-        parser.error("`large` needs the model's folder")
     if args.tp > 1 and args.what in ("layouts", "eplb"):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if args.what == "model" and not (args.model and args.text):

@@ -39,7 +39,9 @@ LEFT_OUT = (
     "serving/vllm",
     "fused_moe",
     "__main__",
-    "serving/warm/compile_kernels",
+    "warm/compile_kernels",
+    "warm/checkpoint_kernels",
+    "warm/no_gpu",
 )
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],

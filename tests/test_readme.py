@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -14,9 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.errors import RequestError
-from hqconv.reports.ranking import measured_divergence, microseconds, rank_schemas, speed_run_of
-from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.reports.documents import GPU_CLASSES
 from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -25,6 +24,7 @@ from tests.make.tokenizer import write_tokenizer
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")
 # Of any page: lines of its layers that are a command of ours, with what follows it left out.
 COMMAND = re.compile(r"^    (?:\$ )?(hqconv [^#\n]+)", re.MULTILINE)
+MEASURED = REPO / "docs/measured"  # by scripts/record.py
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
 
 
@@ -73,42 +73,36 @@ def test_every_gpu_of_the_table_has_a_command_that_works(
         assert done.exit_code == 0, (gpus, done.output)
 
 
-def test_the_table_takes_the_schemas_that_the_ranking_does() -> None:
-    for _, command, fp8 in TARGETS:
-        words = shlex.split(command)
-        gpu, schema = words[words.index("--target") + 1], words[words.index("--schema") + 1]
-        assert rank_schemas(gpu)["recommended"] == schema, gpu
-        if fp8 == "–":
-            with pytest.raises(RequestError, match="No schema runs"):
-                rank_schemas(gpu, "fp8")
-        else:
-            assert f"`{rank_schemas(gpu, 'fp8')['recommended']}`" == fp8, gpu
+def test_the_table_has_a_row_for_each_class_of_gpus() -> None:
+    assert [
+        (row.gpus, row.command(row.target), f"`{row.fp8_schema}`" if row.fp8_schema else "–")
+        for row in GPU_CLASSES
+    ] == TARGETS
 
 
 def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
     """In README and docs/quality.md; its times, too."""
+    divergence = json.loads((MEASURED / "divergence.json").read_bytes())["schemas"]
+    (run,) = json.loads((MEASURED / "speeds.json").read_bytes())["runs"]
+    times = {
+        (row["schema"], row["input_schema"], row["num_tokens"]): row["microseconds"]
+        for row in run["rows"]
+    }
     rows = re.findall(r"^\| `(\S+)` \| [\d.]+ \| (\S+) → \*\*(\S+)\*\* \|", TEXT, re.MULTILINE)
     assert len(rows) > 3
     for name, *shown in rows:
-        measured = [measured_divergence()[name][how]["kl"] for how in ("rtn", "calibrated")]
-        assert shown == [f"{one:.3f}" for one in measured], name
+        measured = [divergence[name][how]["kl"] for how in ("rtn", "calibrated")]
+        assert shown == [f"{kl:.3f}" for kl in measured], name
     quality = (REPO / "docs/quality.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(\S+)` \| [\d.]+ " + r"\| (\S+) " * 8 + r"\|$", quality, re.MULTILINE)
-    ranked = rank_schemas("h200")["schemas"]
-    assert [row[0] for row in table] == [one["name"] for one in ranked]
-    for row, one, fast in zip(table, ranked, (of_fp8(one["name"]) for one in ranked), strict=True):
-        for text, how in zip(row[1:3], ("rtn", "calibrated"), strict=True):
-            kl = one["divergence"].get(how, {}).get("kl")
-            assert (text == "–") if kl is None else abs(float(text) - kl) <= 0.005 * kl, row
-        times = [
-            *(one["microseconds"].get(n) for n in ("64", "8192")),
-            *(fast.get(n) for n in ("64", "8192")),
-        ]
-        assert [*row[5:]] == ["–" if time is None else f"{time:.0f}" for time in times]
-
-
-def of_fp8(name: str) -> dict[str, float]:
-    return microseconds(speed_run_of(GpuTarget(90), "h200"), name, "fp8")
+    assert {row[0] for row in table} >= divergence.keys()
+    for name, *cells in table:
+        for text, how in zip(cells[:2], ("rtn", "calibrated"), strict=True):
+            kl = divergence.get(name, {}).get(how, {}).get("kl")
+            assert (text == "–") if kl is None else abs(float(text) - kl) <= 0.005 * kl, name
+        keys = [(name, inputs, count) for inputs in ("a16", "fp8") for count in (64, 8192)]
+        expected = ["–" if times.get(key) is None else f"{times[key]:.0f}" for key in keys]
+        assert cells[4:] == expected, name
 
 
 def test_the_table_and_the_set_up_are_there() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 
 from hqconv.artifact.expert_reader import ExpertReader
-from hqconv.artifact.rank_file import RankFile, check_sha256
+from hqconv.artifact.rank_file import RankFile
 from hqconv.artifact.reader import Artifact
+from hqconv.artifact.tensor_filler import check_digests as check_digests_of
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.formats.source_matrix import resized
@@ -27,13 +27,12 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 
-_NUM_THREADS = 8  # that hash files
+_NUM_THREADS = 8
 # Decoded at once: of a GPU 256 MiB of float32, and a few times as much during decoding; on the CPU one expert.
 _BATCH_WEIGHTS = {"cpu": 1, "cuda": 1 << 26}
 _NUM_AHEAD = 2
-Floats = dict[
-    str, torch.Tensor
-]  # one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
+# one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
+Floats = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def load_layer(
             )
         artifact.rank_forms(artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
         if check_digests:
-            check_sha256(_local_file(artifact, layer, tp_rank, ep_rank))
+            check_digests_of([_local_file(artifact, layer, tp_rank, ep_rank)])
         return load_rank(artifact, layer, tp_rank, ep_rank, device)
 
 
@@ -96,22 +95,17 @@ def load_rank(
 ) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
     file = _local_file(artifact, layer, tp_rank, ep_rank)
-    found, schema = (
-        read_tensors(file, file.tensors, torch.device(device)),
-        artifact.schema_of(layer),
-    )
-    return {
-        gemm: RankGemm(
-            file.configs[gemm],
-            {
-                name.removeprefix(f"{gemm}_"): one
-                for name, one in found.items()
-                if name.startswith(f"{gemm}_")
-            },
-            schema.of(gemm).rotation,
-        )
-        for gemm in names.GEMMS
-    }
+    tensors = read_tensors(file, file.tensors, torch.device(device))
+    schema = artifact.schema_of(layer)
+    gemms = {}
+    for gemm, config in file.configs.items():
+        own = {
+            name.removeprefix(f"{gemm}_"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{gemm}_")
+        }
+        gemms[gemm] = RankGemm(config, own, schema.of(gemm).rotation)
+    return gemms
 
 
 def _local_file(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int) -> RankFile:
@@ -144,41 +138,24 @@ def dequantize(
     Rotated weights are turned back, so that they compare with the source's.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError for an unknown layer, the checkpoint layout or short memory, VerificationError
+    there are biases. Raises RequestError for an unknown layer or the checkpoint layout, VerificationError
     where a file is damaged.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
         _check_layer(artifact, layer)
-        described = artifact.moe_layer(layer)
-        reader = ExpertReader(artifact, described, refuse)
+        moe_layer = artifact.moe_layer(layer)
+        artifact.rank_forms(moe_layer, refuse)
         if check_digests:
-            files = (_local_file(artifact, layer, *rank) for rank in artifact.grid.ranks)
-            with closing(pipeline(files, check_sha256, _NUM_THREADS, _NUM_THREADS)) as checked:
-                for _ in checked:  # raises the first error
-                    pass
+            check_digests_of(_local_file(artifact, layer, *rank) for rank in artifact.grid.ranks)
         found: dict[str, torch.Tensor] = {}
-        for expert in range(described.num_experts):
-            for name, values in expert_floats(reader, expert).items():
-                if not expert:
-                    found[name] = _host_memory(
-                        (described.num_experts, *values.shape), f"{layer}: {name}"
-                    )
-                found[name][expert] = values
+        experts = decoded_experts(artifact, moe_layer, torch.device("cpu"), _NUM_THREADS)
+        with closing(experts):
+            for expert, floats in enumerate(experts):
+                for name, values in floats.items():
+                    if name not in found:
+                        found[name] = torch.empty(moe_layer.num_experts, *values.shape)
+                    found[name][expert] = values
     return found
-
-
-def _host_memory(shape: tuple[int, ...], where: str) -> torch.Tensor:
-    """Allocate float32 numbers. Raises RequestError where the system has no memory for them."""
-    try:
-        return torch.empty(shape)
-    except RuntimeError as error:
-        raise RequestError(
-            "The memory is not enough for the experts in float32.",
-            where=where,
-            expected=f"{4 * math.prod(shape) / 2**30:.2f} GiB",
-            found=str(error).split("\n")[0],
-            remedy="Free memory, or load the kernel's tensors with hqconv.load.",
-        ) from error
 
 
 def decoded_experts(
@@ -192,20 +169,13 @@ def decoded_experts(
 
     def load(experts: range) -> list[Floats]:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            try:
-                found = _load_batch(reader, experts, device)
-            except HqconvError:  # the reading of single experts names the fault
-                found = [None] * len(experts)
-            each = zip(experts, found, strict=True)
-            return [
-                _load_alone(reader, expert, device) if one is None else one for expert, one in each
-            ]
+            with suppress(HqconvError):  # the reading of single experts names the fault
+                if (floats := _load_batch(reader, experts, device)) is not None:
+                    return floats
+            return [_load_alone(reader, expert, device) for expert in experts]
 
-    size = max(
-        1,
-        _BATCH_WEIGHTS[device.type]
-        // (len(layer.roles) * layer.hidden_size * layer.intermediate_size),
-    )
+    num_weights = len(layer.roles) * layer.hidden_size * layer.intermediate_size
+    size = max(1, _BATCH_WEIGHTS[device.type] // num_weights)
     batches = (
         range(begin, min(begin + size, layer.num_experts))
         for begin in range(0, layer.num_experts, size)
@@ -217,43 +187,37 @@ def decoded_experts(
             yield from experts
 
 
-def _load_alone(reader: ExpertReader, expert: int, device: torch.device) -> Floats:
-    return {name: values.to(device) for name, values in expert_floats(reader, expert).items()}
-
-
-def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> list[Floats | None]:
-    """Read experts at once; None for those with a fault."""
+def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> list[Floats] | None:
+    """Read experts at once; None if one has a fault."""
     stored = reader.plan(experts)
     host = host_buffer(stored.num_bytes, device)
     reader.fill(stored, host.numpy().data)
     stacks = reader.decode(stored, host.to(device, non_blocking=True))
-    values = stack_floats(stacks, reader)
-    wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
-    return [
-        None if is_wrong else {name: one[i] for name, one in values.items()}
-        for i, is_wrong in enumerate(wrong)
-    ]
+    if bool(torch.stack([stack.wrong for stack in stacks.values()]).any()):
+        return None
+    floats = stack_floats(stacks, reader)
+    return [{name: values[i] for name, values in floats.items()} for i in range(len(experts))]
 
 
-def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:
-    """Return one expert of an opened artifact as float32: projections `w1` … and biases `b1` …, see `dequantize`."""
-    stacks = {
-        role: one for gemm in names.GEMMS for role, one in reader.read(gemm, expert, refuse).items()
-    }
-    return {name: values[0] for name, values in stack_floats(stacks, reader).items()}
+def _load_alone(reader: ExpertReader, expert: int, device: torch.device) -> Floats:
+    """Read one expert. Raises the VerificationError that names a fault."""
+    stacks: dict[str, DecodedStack] = {}
+    for gemm in names.GEMMS:
+        stacks |= reader.read(gemm, expert, refuse)
+    return {name: values[0].to(device) for name, values in stack_floats(stacks, reader).items()}
 
 
 def stack_floats(
     stacks: Mapping[str, DecodedStack], reader: ExpertReader
 ) -> dict[str, torch.Tensor]:
     """Return decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
-    found, param = {}, reader.artifact.param_dtype
+    found = {}
+    param = reader.artifact.param_dtype
     for role, stack in stacks.items():
         schema = reader.schema.of(role)
         shape = reader.layer.shape(role)  # without the zeros that fill the last scale group
-        found[role] = resized(
-            unrotated(decoded_weights(stack, schema, param), schema.rotation), shape
-        )
+        weights = unrotated(decoded_weights(stack, schema, param), schema.rotation)
+        found[role] = resized(weights, shape)
         if stack.bias is not None:
             found["b" + role[1:]] = resized(float_values(stack.bias, code_of(param)), shape[:1])
     return found

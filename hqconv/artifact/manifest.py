@@ -13,8 +13,7 @@ import os
 import re
 import stat
 import types
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -34,12 +33,7 @@ from hqconv.schemas.untrusted_files import (
     parse_json,
     read_regular,
 )
-from hqconv.schemas.weight_schema import (
-    PARAM_DTYPES,
-    LayerSchema,
-    SchemaPair,
-    layer_schema_of_record,
-)
+from hqconv.schemas.weight_schema import PARAM_DTYPES, LayerSchema, layer_schema_of_record
 
 _BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -56,7 +50,6 @@ _RANGES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "top_k"), (1, MAX_SIZE)),
     "layer": (0, MAX_SIZE),
     "size_bytes": (0, 1 << 60),
-    "worst_expert": (0, MAX_COUNT),
 }
 _DIGEST_TEXT = (r"[0-9a-f]{64}", "64 hexadecimal digits")
 _VERSION = (r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+[\w.]+)?", "a version")
@@ -273,9 +266,9 @@ class GemmEntry(Entry):
 class ManifestLayer(Entry):
     """One MoE layer, a value of the key `blocks`.
 
-    The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
-    projection → tensor → sum (`schemas/sum_factors`). intermediate_order: `g_idx` where each expert's intermediate
-    columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
+    The first six fields are those of a layer that is quantized in another way than the artifact's others.
+    intermediate_order: `g_idx` where each expert's intermediate columns (w2's columns; rows of gate and up) were
+    sorted by w2's groups. w13, w2: of the kernel layout.
     """
 
     schema_name: str | None = None
@@ -300,7 +293,6 @@ class ManifestLayer(Entry):
     source_parts: dict[str, Any]
     conversion: str
     quantization_error: dict[str, ProjectionError]
-    content_sums: dict[str, dict[str, str]]
     w13: GemmEntry | None = None
     w2: GemmEntry | None = None
 
@@ -335,38 +327,6 @@ class TensorAccounting(Entry):
     dropped: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AncestorLayer(Entry):
-    """Conversion of an ancestor's layer. weight_schema: if it differs from the artifact's."""
-
-    conversion: str
-    weight_schema: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ancestor(Entry):
-    """An artifact that this one comes from, as its own manifest described it; manifest_sha256: of that file."""
-
-    manifest_sha256: str
-    hqconv_version: str
-    humming_kernels_version: str
-    layout: str
-    schema_name: str
-    weight_schema: dict[str, Any]
-    input_schema: str
-    dtype: str
-    target: str
-    cuda: str | None = None
-    tp: int
-    ep: int
-    round_scales: bool | None = None
-    quantizer: str | None = None
-    quantizer_version: int | None = None
-    calibration: CalibrationEntry | None = None
-    blocks: dict[str, AncestorLayer]
-    source: ManifestSource
-
-
 # Keys of a layer that is quantized in another way than the others.
 _REQUIRED_OVERRIDE = ("schema_name", "weight_schema", "input_schema", "target")
 OVERRIDE_KEYS = (*_REQUIRED_OVERRIDE, "activation_schema", "cuda")
@@ -382,8 +342,7 @@ class Alteration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Entry):
-    """The description of an artifact. blocks: MoE layers by name. derived_from: the nearest ancestor first.
-    content_sums: copied tensor → sum (`schemas/sum_factors`).
+    """The description of an artifact. request: the options that decide its bytes. blocks: MoE layers by name.
 
     Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
     """
@@ -392,6 +351,7 @@ class Manifest(Entry):
     hqconv_version: str
     humming_kernels_version: str
     source: ManifestSource
+    request: dict[str, Any]
     layout: str
     schema_name: str
     weight_schema: dict[str, Any]
@@ -411,11 +371,8 @@ class Manifest(Entry):
     redundant_experts: int
     left_blocks: list[str] | None = None
     family: str
-    family_chosen_because: str | None = None
-    derived_from: list[Ancestor] | None = None
     warnings: list[str] | None = None
     blocks: dict[str, ManifestLayer]
-    content_sums: dict[str, str] | None = None
     files: dict[str, FileEntry]
     tensors: TensorAccounting
     digest: str | None = None
@@ -437,21 +394,6 @@ class Manifest(Entry):
     def left(self) -> tuple[str, ...]:
         """Names of the MoE layers whose experts were copied unchanged."""
         return tuple(self.left_blocks or ())
-
-    @property
-    def ancestors(self) -> tuple[Ancestor, ...]:
-        """Source artifacts of this one, the nearest first."""
-        return tuple(self.derived_from or ())
-
-    @property
-    def steps(self) -> tuple[Manifest | Ancestor, ...]:
-        """This artifact and its ancestors, the nearest first."""
-        return (self, *self.ancestors)
-
-    @property
-    def origin(self) -> ManifestSource:
-        """The source of the first conversion that led to this artifact."""
-        return self.steps[-1].source
 
     @cached_property
     def grid(self) -> Grid:
@@ -489,16 +431,6 @@ class Manifest(Entry):
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
             raise damaged(f"{where}{key}", expected, found) from error
 
-    def check_ancestors(self) -> None:
-        """Raise VerificationError unless ancestors have schemas and GPUs."""
-        for number, one in enumerate(self.ancestors):
-            where = f"{self.path}: derived_from: {number}: "
-            _weight_schema(one.schema_name, one.weight_schema, where)
-            try:
-                target_of_record(one.target, one.cuda)
-            except RequestError as error:
-                raise damaged(f"{where}target", error.expected, error.found) from error
-
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return layer name → projection → the JSON object of its quantization error."""
         return {name: layer.errors() for name, layer in self.blocks.items()}
@@ -515,16 +447,6 @@ class Manifest(Entry):
             or (name != artifact_names.CARD and size != entry.size_bytes)
         ]
 
-    def as_ancestor(self) -> Ancestor:
-        """Return this artifact's entry for the `derived_from` of an artifact that is converted from it."""
-        shared = {one.name for one, _ in _keys(Ancestor)} & {one.name for one, _ in _keys(Manifest)}
-        blocks = {
-            name: AncestorLayer(conversion=layer.conversion, weight_schema=layer.weight_schema)
-            for name, layer in self.blocks.items()
-        }
-        facts = {name: getattr(self, name) for name in shared - {"blocks"}}
-        return Ancestor(manifest_sha256=self.sha256, blocks=blocks, **facts)
-
 
 def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema:
     try:
@@ -536,6 +458,64 @@ def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema
             "the fields of a weight schema",
             found,
         ) from error
+
+
+# --- the structure of a manifest, and differences of documents -------------------------------------------------
+
+ABSENT = "absent"
+# Keys of a manifest that are measured, or sentences for people: nothing derives them from request and source.
+_NOT_STRUCTURE = ("hqconv_version", "humming_kernels_version", "warnings", "files", "digest")
+_MEASURED_OF_SOURCE_FILES = ("sha256", "hub_sha256")
+
+
+class Difference(NamedTuple):
+    """A value that is not the expected one. key: its path in a document, with colons."""
+
+    key: str
+    expected: object
+    found: object
+
+
+def differences(expected: object, found: object, key: str = "") -> Iterator[Difference]:
+    """Compare two JSON values recursively. Objects differ by keys, lists of names by names, 4 differs from 4.0."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for name in dict.fromkeys((*expected, *found)):
+            inside = f"{key}: {name}" if key else str(name)
+            yield from differences(expected.get(name, ABSENT), found.get(name, ABSENT), inside)
+    elif _is_list_of_objects(expected) and _is_list_of_objects(found):
+        yield from differences(_by_name(expected), _by_name(found), key)
+    elif json.dumps(expected) != json.dumps(found):
+        yield Difference(key, expected, found)
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _by_name(items: Any) -> dict[str, Any]:
+    return {str(item.get("name", number)): item for number, item in enumerate(items)}
+
+
+def structure(manifest: Manifest) -> dict[str, Any]:
+    """Return the keys of a manifest that follow from request and source, without measurements and sentences."""
+    document = manifest.to_dict()
+    for key in _NOT_STRUCTURE:
+        document.pop(key, None)
+    source = document["source"]
+    if source["revision"] is None:
+        del source["name"]  # a folder may be renamed
+    for file in source["files"]:
+        for key in _MEASURED_OF_SOURCE_FILES:
+            file.pop(key, None)
+    for layer in document["blocks"].values():
+        del layer["quantization_error"]
+        for gemm in artifact_names.GEMMS:
+            if gemm in layer:
+                layer[gemm].pop(artifact_names.INPUT_SCALE, None)
+    tensors = document["tensors"]
+    tensors["copied"] = dict.fromkeys(tensors["copied"])
+    tensors["dropped"] = dict.fromkeys(tensors["dropped"])
+    return document
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -622,14 +602,12 @@ def _check_size(manifest: Manifest, num_bytes: int) -> None:
     """Refuse a large manifest, unless the names of tensors explain its size: there may be a million."""
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return
-    tensors, sums = manifest.tensors, manifest.content_sums or {}
-    texts = (
-        tensors.copied,
-        *(text for of in (tensors.converted, tensors.dropped, sums) for text in (of, of.values())),
-    )
-    num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped) + len(sums)
-    of_names = _BYTES_PER_NAME * num_names + sum(sum(map(len, one)) for one in texts)
-    if num_bytes - of_names > MAX_DOCUMENT_BYTES:
+    tensors = manifest.tensors
+    texts = list(tensors.copied)
+    for names in (tensors.converted, tensors.dropped):
+        texts += [*names, *names.values()]
+    name_bytes = sum(map(len, texts)) + _BYTES_PER_NAME * len(texts)
+    if num_bytes - name_bytes > MAX_DOCUMENT_BYTES:
         expected = f"at most {MAX_DOCUMENT_BYTES} bytes besides the names of tensors"
         raise damaged(manifest.path, expected, f"{num_bytes} bytes")
 
@@ -645,64 +623,24 @@ def _check_options(manifest: Manifest) -> None:
 
 
 def _check_layers(manifest: Manifest) -> None:
-    """Check that layers that differ have complete entries, and that the format version allows them."""
-    path, left = manifest.path, manifest.left
-    for key, names in (("blocks", manifest.blocks), ("left_blocks", left)):
-        for name in names:  # names become parts of file names
-            if not artifact_names.is_layer_name(name):
-                raise damaged(
-                    f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80]
-                )
-    twice = [name for name, count in Counter([*left, *manifest.blocks]).items() if count > 1]
-    if twice:
-        raise damaged(
-            f"{path}: left_blocks", "each name once, and of no layer that is there", repr(twice[0])
-        )
-    overridden = {
-        name: layer
-        for name, layer in manifest.blocks.items()
-        if any(getattr(layer, key) is not None for key in OVERRIDE_KEYS)
-    }
-    for name, layer in overridden.items():
-        _check_override(f"{path}: blocks: {name}: ", layer, manifest)
-    for name, layer in manifest.blocks.items():
-        _check_layer(f"{path}: blocks: {name}", layer, manifest)
-    is_mixed = bool(left or overridden) or isinstance(manifest.layer_spec.schema, SchemaPair)
-    version = artifact_names.MIXED_VERSION if is_mixed else artifact_names.FORMAT_VERSION
-    if manifest.format_version != version:
-        raise damaged(
-            f"{path}: format_version", f"{version}, by its layers", manifest.format_version
-        )
-    if overridden and manifest.layout == artifact_names.CHECKPOINT:
-        raise damaged(f"{path}: layout", "kernel, where layers differ", manifest.layout)
+    """Check what every reader uses of layers; that they are those of the request is for `artifact/expected`."""
+    path = manifest.path
+    for name in (*manifest.blocks, *manifest.left):  # names become parts of file names
+        if not artifact_names.is_layer_name(name):
+            expected = "names of modules: words with dots between"
+            raise damaged(f"{path}: blocks, left_blocks", expected, repr(name)[:80])
     manifest.layer_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
-    manifest.check_ancestors()
-
-
-def _check_override(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
-    """Check the entry of a layer that is quantized in another way than the others, for the same GPU."""
-    for key in _REQUIRED_OVERRIDE:
-        if getattr(layer, key) is None:
-            raise damaged(f"{where}{key}", "str", "no such key")
-    for key in ("target", "cuda"):
-        found, expected = getattr(layer, key), getattr(manifest, key)
-        if found != expected:
-            raise damaged(f"{where}{key}", f"{expected or 'none'}, as of the artifact", repr(found))
-
-
-def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
-    for key in ("name", "decoder"):
-        _checked(str, layer.source_format.get(key), f"{where}: source_format: {key}")
-    for key in artifact_names.GEMMS if manifest.is_kernel else ():
-        if layer.gemm(key) is None:
-            raise damaged(f"{where}: {key}", "an object", "no such key")
-    try:
-        expected = layer.activation_function.to_dict(layer.gated)
-    except ValueError as error:
-        raise damaged(where, "the activation's numbers", error) from error
-    for key in ("activation", "activation_parameters", "activation_is_known"):
-        if (found := getattr(layer, key)) != expected.get(key):
-            raise damaged(f"{where}: {key}", expected.get(key, "no such key"), found)
+    for name, layer in manifest.blocks.items():
+        where = f"{path}: blocks: {name}"
+        for key in ("name", "decoder"):
+            _checked(str, layer.source_format.get(key), f"{where}: source_format: {key}")
+        for gemm in artifact_names.GEMMS if manifest.is_kernel else ():
+            if layer.gemm(gemm) is None:
+                raise damaged(f"{where}: {gemm}", "an object", "no such key")
+        try:
+            layer.activation_function  # noqa: B018 - raises
+        except ValueError as error:
+            raise damaged(where, "the activation's numbers", error) from error
 
 
 def is_path_inside(path: str) -> bool:

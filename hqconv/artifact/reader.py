@@ -65,6 +65,7 @@ class Artifact:
         self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
         self.manifest = read_manifest(root, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}
+        self._header_digests: dict[str, str] = {}
         self._rank_files: dict[str, RankFile] = {}
         self._lock = threading.Lock()
         self._descriptors = Descriptors(
@@ -94,13 +95,19 @@ class Artifact:
         with self._lock:
             if path not in self._headers:
                 try:
-                    entries, metadata, _ = self._read_header(path)
+                    entries, metadata, digest = self._read_header(path)
                 except InputError as error:
                     raise VerificationError(
                         error.what, where=path, expected=error.expected, found=error.found
                     ) from error
                 self._headers[path] = entries, metadata
+                self._header_digests[path] = digest
             return self._headers[path]
+
+    def header_digest(self, path: str) -> str:
+        """Return the SHA-256 of a file's header, its 8 bytes of length included; errors as `header`."""
+        self.header(path)
+        return self._header_digests[path]
 
     def _read_header(self, path: str) -> tuple[dict[str, TensorRef], dict[str, str], str]:
         if self.listing is None or path not in self.listing.sizes or (self.root / path).is_file():

@@ -1,26 +1,24 @@
-"""Fill tensors from files: many threads, all files in one queue, through small pinned buffers to a GPU.
+"""Fill tensors from files in the background: threads take pieces of all files from one queue.
 
-Each thread has one piece on its way to the GPU while it reads the next one. The bytes go once into a buffer and from
-there into the tensor: no other tensor is created, and the buffers are the only additional memory.
+To a GPU each thread reads a piece into one of its two pinned buffers while the piece before it is copied from the
+other. The bytes go once into a buffer and from there into the tensor: the buffers are the only additional memory.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import os
+import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hqconv.artifact.rank_file import RankFile
+from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.errors import VerificationError
-from hqconv.io.file_access import BLOCK_BYTES, PieceReader, Reads
-from hqconv.io.host_buffers import HostBuffers
+from hqconv.io.file_access import fill
+from hqconv.io.host_buffers import host_buffer
 from hqconv.io.pipeline import pipeline
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
@@ -43,297 +41,150 @@ class LoadTarget:
         return self.tensor.detach().view(-1).view(torch.uint8)
 
 
-@dataclass
-class _Pool:
-    buffers: HostBuffers
-    num_users: int = 0
-    timer: threading.Timer | None = None  # that frees the buffers
-
-
-_KEEP_S = 5.0  # until buffers that nobody uses are freed: the next layer or file may follow at once
-_KEEP_PREPARED_S = 120.0
-_pools: dict[torch.device, _Pool] = {}
-_pools_lock = threading.RLock()
-
-
-def prepare_buffers(device: torch.device) -> None:
-    """Create the buffers of a GPU in the background, for a TensorFiller that begins later."""
-    with _pools_lock:
-        pool = _pool(device, 2 * NUM_THREADS)
-        if not pool.num_users:
-            _free_later(device, pool, _KEEP_PREPARED_S)
-
-
-def _pool(device: torch.device, num_buffers: int) -> _Pool:
-    if device not in _pools:
-        size_bytes = PIECE_BYTES + -PIECE_BYTES % BLOCK_BYTES
-        _pools[device] = _Pool(
-            HostBuffers(size_bytes, device, 2 * NUM_THREADS, may_be_copied=False)
-        )
-    pool = _pools[device]
-    if pool.timer is not None:
-        pool.timer.cancel()
-        pool.timer = None
-    pool.buffers.grow(num_buffers)
-    return pool
-
-
-@contextlib.contextmanager
-def _borrowed(device: torch.device, num_buffers: int) -> Iterator[HostBuffers]:
-    """Buffers of a device while the context lasts; they stay for a while afterwards."""
-    with _pools_lock:
-        pool = _pool(device, num_buffers)
-        pool.num_users += 1
-    try:
-        yield pool.buffers
-    finally:
-        with _pools_lock:
-            pool.num_users -= 1
-            if not pool.num_users:
-                _free_later(device, pool, _KEEP_S)
-
-
-def _free_later(device: torch.device, pool: _Pool, delay_s: float) -> None:
-    def free() -> None:
-        with _pools_lock:
-            if pool.timer is not timer:  # it has been taken into use again
-                return
-            _pools.pop(device)
-        pool.buffers.release()
-
-    pool.timer = timer = threading.Timer(delay_s, free)
-    timer.daemon = True
-    timer.start()
-
-
-def _forget_pools() -> None:
-    """Forget the parent's buffers in a child process, which has no such memory."""
-    global _pools_lock
-    _pools.clear()
-    _pools_lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forget_pools)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Piece:
-    """Run of a file's bytes, and its destinations in the order of the file: (bytes of a tensor, first byte, size)."""
+    """Run of a tensor's bytes: where they lie in a file, and their destination, uint8."""
 
-    job: _Job
-    begin: int
-    num_bytes: int = 0
-    parts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    owner: Hashable
+    file: RankFile
+    offset_bytes: int
+    destination: torch.Tensor
 
-    def destinations(self) -> list[torch.Tensor]:
-        """Return the destination parts, uint8."""
-        return [data[first : first + size] for data, first, size in self.parts]
-
-
-class _Job:
-    """One owner's file: opened at its first piece, closed after its last."""
-
-    def __init__(self, file: RankFile, reads: Reads) -> None:
-        self.file = file
-        self.num_left = 0  # pieces that have not arrived
-        self._reads = reads
-        self._reader: PieceReader | None = None
-        self._lock = threading.Lock()
-
-    def reader(self) -> PieceReader:
-        with self._lock:
-            if self._reader is None:
-                self._reader = PieceReader(self.file.path, self._reads)
-            return self._reader
-
-    def close(self) -> None:
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+    def read_into(self, memory: torch.Tensor) -> None:
+        """Read the bytes into memory of the CPU, uint8. Raises VerificationError if the file lacks them."""
+        end = self.offset_bytes + memory.numel()
+        expected = f"{end} bytes or more"
+        try:
+            with self.file.path.open("rb", buffering=0) as file:
+                reached = fill(file.fileno(), [memory.numpy().data], self.offset_bytes)
+            if reached == end:
+                return
+            found = f"{reached} bytes"
+        except OSError as error:
+            expected, found = "a readable file", str(error)
+        raise VerificationError(
+            "A rank file of the artifact was cut off or lost while it was read.",
+            where=self.file.name,
+            expected=expected,
+            found=found,
+            remedy="Copy the artifact again from where it is whole, and start again.",
+        )
 
 
 class TensorFiller:
     """Fill the tensors of several files in the background, in the order given; `wait` for one owner at a time."""
 
-    def __init__(
-        self,
-        files: Iterable[tuple[Hashable, RankFile, Sequence[LoadTarget]]],
-        *,
-        check: Callable[[RankFile], object] | None = None,
-        reads: Reads = "auto",
-    ) -> None:
-        """Begin with (owner, file, tensors), …; the tensors are on one device.
-
-        check: called for every file before the first byte is loaded; its errors end the work.
-        reads: `auto` reads files directly if they are not in the page cache and the tensors are on a GPU.
-        """
-        jobs = list(files)
+    def __init__(self, files: Iterable[tuple[Hashable, RankFile, Sequence[LoadTarget]]]) -> None:
+        """Begin with (owner, file, tensors), …; the tensors are on one device."""
+        pieces: list[_Piece] = []
+        self._num_left: dict[Hashable, int] = {}  # owner → pieces that have not arrived
+        for owner, file, targets in files:
+            num_before = len(pieces)
+            for target in sorted(targets, key=lambda target: target.ref.offset_bytes):
+                pieces += _pieces(owner, file, target)
+            self._num_left[owner] = len(pieces) - num_before
+        sizes = [piece.destination.numel() for piece in pieces]
+        self.num_bytes, self._max_piece_bytes = sum(sizes), max(sizes, default=0)
+        self._device = pieces[0].destination.device if pieces else torch.device("cpu")
+        if self._device.type == "cuda":
+            # copies into this memory must be done before others write
+            torch.cuda.synchronize(self._device)
         self.begun_s = self.ended_s = time.perf_counter()  # the latter of the last bytes so far
-        self.num_bytes = sum(target.ref.num_bytes for _, _, targets in jobs for target in targets)
+        self._pieces = iter(pieces)
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._is_stopped = False
-        if check is not None:
-            files_of = (file for _, file, _ in jobs)
-            collections.deque(
-                pipeline(files_of, check, NUM_THREADS, NUM_THREADS, name="hqconv-fill"), maxlen=0
-            )
-        devices = {target.tensor.device for _, _, targets in jobs for target in targets}
-        is_gpu = any(device.type == "cuda" for device in devices)
-        mode: Reads = "cached" if reads == "auto" and not is_gpu else reads
-        self._jobs: dict[Hashable, _Job] = {owner: _Job(file, mode) for owner, file, _ in jobs}
-        self._all_jobs = list(self._jobs.values())
-        pieces = [
-            piece for owner, _, targets in jobs for piece in _pieces(self._jobs[owner], targets)
+        self._num_running = min(NUM_THREADS, len(pieces))
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hqconv-fill-{number}")
+            for number in range(self._num_running)
         ]
-        for piece in pieces:
-            piece.job.num_left += 1
-        self._pieces = iter(pieces)
-        self._num_threads = min(NUM_THREADS, len(pieces))
-        self._is_running = bool(pieces)
-        self._device = next(iter(devices), torch.device("cpu"))
-        self._is_staged = is_gpu or mode == "direct"
-        # One thread starts and ends the others: an interrupt comes to the main thread alone, and finds one to stop.
-        self._thread = threading.Thread(target=self._run, name="hqconv-fill")
-        if pieces:
-            if is_gpu:
-                torch.cuda.synchronize(
-                    self._device
-                )  # copies into this memory must be done before others write
-            try:
-                self._thread.start()
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.stop()
+            raise
 
     def __contains__(self, owner: Hashable) -> bool:
         """Return whether an owner's tensors are being filled, or full and not waited for."""
-        return owner in self._jobs
+        return owner in self._num_left
 
     @property
     def is_done(self) -> bool:
         """True if every owner has been waited for."""
-        return not self._jobs
+        return not self._num_left
 
     def wait(self, owner: Hashable) -> None:
         """Return when an owner's tensors are full.
 
         Raises VerificationError if a file ends too early or cannot be read, and ends all work then.
         """
-        job = self._jobs.pop(owner)
         try:
             with self._condition:
-                self._condition.wait_for(lambda: not (job.num_left and self._is_running))
-                if job.num_left:
-                    raise self._failure or RuntimeError(
-                        "The work was stopped before this tensor was full."
-                    )
+                self._condition.wait_for(lambda: not self._num_left[owner] or not self._num_running)
+            if self._num_left[owner]:
+                raise self._failure or RuntimeError(
+                    "The work was stopped before this tensor was full."
+                )
         except BaseException:
             self.stop()
             raise
+        del self._num_left[owner]
 
     def stop(self) -> None:
         """Give up pieces that have not begun, and return when all threads have ended."""
         self._is_stopped = True
-        if self._thread.ident is not None:  # else it ends at once, if it begins at all
-            self._thread.join()
+        for thread in self._threads:
+            if thread.ident is not None:  # else it ends at once, if it begins at all
+                thread.join()
 
     def _run(self) -> None:
-        """Fill all pieces in threads, and close what is open."""
         try:
-            if self._is_staged:
-                with _borrowed(self._device, 2 * self._num_threads) as buffers:
-                    self._run_threads(lambda: self._fill_staged(buffers))
+            if self._device.type == "cuda":
+                self._fill_gpu()
             else:
-                self._run_threads(self._fill_directly)
+                self._fill_cpu()
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._fail(error)
-        for job in self._all_jobs:
-            job.close()
+            self._failure = self._failure or error
+            self._is_stopped = True
         with self._condition:
-            self._is_running = False
+            self._num_running -= 1
             self._condition.notify_all()
 
-    def _run_threads(self, fill: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                fill()
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                self._fail(error)
-
-        threads = [
-            threading.Thread(target=run, name=f"hqconv-fill-{number}")
-            for number in range(self._num_threads)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-        except BaseException:  # no more threads in this system
-            self._is_stopped = True
-            raise
-        finally:
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._is_stopped = True
-
-    def _fill_directly(self) -> None:
-        """Read pieces into tensors of the CPU."""
+    def _fill_cpu(self) -> None:
         while (piece := self._claim()) is not None:
-            with _reading(piece) as reader:
-                reached = reader.fill(
-                    [part.numpy().data for part in piece.destinations()], piece.begin
-                )
-            _check_end(piece, reached)
+            piece.read_into(piece.destination)
             self._arrived(piece)
 
-    def _fill_staged(self, buffers: HostBuffers) -> None:
-        """Read pieces into buffers; while one piece is copied from its buffer the next one is read."""
-        is_gpu = self._device.type == "cuda"
-        stream: Any = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
-        copying: tuple[_Piece, torch.Tensor, Any] | None = None
+    def _fill_gpu(self) -> None:
+        """Read each piece into one of two buffers while the piece before it is copied from the other."""
+        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        buffers = [self._pinned_buffer() for _ in range(2)]
+        copied: _Piece | None = None  # or on its way
         try:
-            while (piece := self._claim()) is not None:
-                buffer = buffers.take(waits=copying is None)
-                if (
-                    buffer is None and copying is not None
-                ):  # who waits holds none, so that somebody gives one back
-                    done, copying = copying, None
-                    self._finish(buffers, *done)
-                    buffer = buffers.take(waits=True)
-                assert buffer is not None
-                try:
-                    event = self._stage(piece, buffer, stream)
-                except BaseException:
-                    buffers.give(buffer)
-                    raise
-                previous, copying = copying, (piece, buffer, event)
-                if previous is not None:
-                    self._finish(buffers, *previous)
+            for buffer in itertools.cycle(buffers):
+                piece = self._claim()
+                if piece is None:
+                    break
+                memory = buffer[: piece.destination.numel()]
+                piece.read_into(memory)
+                stream.synchronize()
+                if copied is not None:
+                    self._arrived(copied)
+                copied = piece
+                with torch.cuda.stream(stream):
+                    piece.destination.copy_(memory, non_blocking=True)
         finally:
-            if copying is not None:
-                self._finish(buffers, *copying)
+            stream.synchronize()
+        if copied is not None:
+            self._arrived(copied)
 
-    def _stage(self, piece: _Piece, buffer: torch.Tensor, stream: Any) -> Any:
-        """Read a piece into a buffer and begin its copies; return the event of their end."""
-        with _reading(piece) as reader:
-            end = piece.begin + piece.num_bytes
-            position, reached = reader.fill_buffer(buffer.numpy().data, piece.begin, end)
-        _check_end(piece, reached)
-        return _copy(buffer[position:], piece.destinations(), stream)
-
-    def _finish(
-        self, buffers: HostBuffers, piece: _Piece, buffer: torch.Tensor, event: Any
-    ) -> None:
-        """Wait for the copies of a piece, and return its buffer."""
-        if event is not None:
-            event.synchronize()
-        buffers.give(buffer)
-        self._arrived(piece)
+    def _pinned_buffer(self) -> torch.Tensor:
+        try:
+            return host_buffer(self._max_piece_bytes, self._device, may_be_copied=False)
+        except RuntimeError:  # CUDA refuses to pin more: copies are slower
+            return torch.empty(self._max_piece_bytes, dtype=torch.uint8)
 
     def _claim(self) -> _Piece | None:
         """Return the next piece; None after the last one, or if the work was stopped or the program ends."""
@@ -345,14 +196,21 @@ class TensorFiller:
     def _arrived(self, piece: _Piece) -> None:
         with self._condition:
             self.ended_s = time.perf_counter()
-            piece.job.num_left -= 1
-            if not piece.job.num_left:
-                piece.job.close()
-                self._condition.notify_all()
+            self._num_left[piece.owner] -= 1
+            self._condition.notify_all()
+
+
+def _pieces(owner: Hashable, file: RankFile, target: LoadTarget) -> Iterator[_Piece]:
+    """Cut a tensor into pieces of at most PIECE_BYTES."""
+    data, num_bytes = target.as_bytes(), target.ref.num_bytes
+    assert data.numel() == num_bytes, f"{target.ref.name}: {data.numel()} bytes for {num_bytes}"
+    for begin in range(0, num_bytes, PIECE_BYTES):
+        destination = data[begin : begin + PIECE_BYTES]
+        yield _Piece(owner, file, target.ref.offset_bytes + begin, destination)
 
 
 def read_tensors(
-    file: RankFile, refs: Mapping[str, TensorRef], device: torch.device, reads: Reads = "auto"
+    file: RankFile, refs: Mapping[str, TensorRef], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Read tensors of one file into new tensors on `device`, of their dtypes and shapes.
 
@@ -363,65 +221,11 @@ def read_tensors(
         for name, ref in refs.items()
     }
     targets = [LoadTarget(ref, tensors[name]) for name, ref in refs.items()]
-    filler = TensorFiller([(file.name, file, targets)], reads=reads)
-    filler.wait(file.name)
+    TensorFiller([(file.name, file, targets)]).wait(file.name)
     return tensors
 
 
-def _copy(buffer: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> Any:
-    """Copy a buffer's bytes into parts of tensors, one after the other; on a GPU return an event of their arrival."""
-    begin = 0
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        for part in parts:
-            part.copy_(buffer[begin : begin + part.numel()], non_blocking=True)
-            begin += part.numel()
-        return None if stream is None else stream.record_event()
-
-
-def _pieces(job: _Job, targets: Sequence[LoadTarget]) -> Iterator[_Piece]:
-    """Yield pieces of adjoining bytes; none crosses a multiple of PIECE_BYTES, so that its blocks fit into a buffer."""
-    piece: _Piece | None = None
-    for target in sorted(targets, key=lambda target: target.ref.offset_bytes):
-        data, begin = target.as_bytes(), target.ref.offset_bytes
-        if data.numel() != target.ref.num_bytes:
-            raise AssertionError(
-                f"{target.ref.name}: {data.numel()} bytes for {target.ref.num_bytes}"
-            )
-        done = 0
-        while done < data.numel():
-            offset = begin + done
-            if (
-                piece is None
-                or piece.begin + piece.num_bytes != offset
-                or offset % PIECE_BYTES == 0
-            ):
-                if piece is not None:
-                    yield piece
-                piece = _Piece(job, offset)
-            size = min(data.numel() - done, PIECE_BYTES - offset % PIECE_BYTES)
-            piece.parts.append((data, done, size))
-            piece.num_bytes += size
-            done += size
-    if piece is not None:
-        yield piece
-
-
-@contextlib.contextmanager
-def _reading(piece: _Piece) -> Iterator[PieceReader]:
-    """Open the file of a piece; an OSError becomes the error of an unreadable file."""
-    try:
-        yield piece.job.reader()
-    except OSError as error:
-        raise _unreadable(piece.job.file, "a readable file", error) from error
-
-
-def _check_end(piece: _Piece, reached: int) -> None:
-    end = piece.begin + piece.num_bytes
-    if reached != end:
-        raise _unreadable(piece.job.file, f"{end} bytes or more", f"{reached} bytes")
-
-
-def _unreadable(file: RankFile, expected: str, found: object) -> VerificationError:
-    remedy = "Copy the artifact again from where it is whole, and start again."
-    what = "A rank file of the artifact was cut off or lost while it was read."
-    return VerificationError(what, where=file.name, expected=expected, found=found, remedy=remedy)
+def check_digests(files: Iterable[RankFile]) -> None:
+    """Hash whole files in threads. Raises VerificationError for a digest that is not the manifest's."""
+    for _ in pipeline(files, check_sha256, NUM_THREADS, NUM_THREADS, name="hqconv-hash"):
+        pass

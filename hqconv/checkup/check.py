@@ -1,6 +1,6 @@
-"""Walks a checkpoint's experts once, beside its original's if there is one, and judges them by layer.
+"""Walks a checkpoint's experts once, beside its original's if there is one, and compares them by layer.
 
-Every expert is decoded in full, one at a time in each thread; of the others only facts and sketches are kept.
+Every expert is decoded in full, one at a time in each thread; of the matrices only facts and sketches stay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,17 @@ import numpy as np
 import torch
 
 from hqconv.checkup.diagnosis import ORDERED, Comparison, compare, tangent_of
-from hqconv.checkup.findings import Finding, grouped
-from hqconv.checkup.headers import header_findings, unmapped_stacks, value_findings
+from hqconv.checkup.findings import (
+    CheckFinding,
+    MatrixPlace,
+    grouped,
+    header_findings,
+    value_findings,
+)
 from hqconv.checkup.matrices import (
+    Arrangement,
     Facts,
+    Float32Vector,
     Matrix,
     arrangement,
     arrangement_faults,
@@ -30,10 +37,9 @@ from hqconv.checkup.matrices import (
     facts_of,
     own_faults,
 )
-from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, fetched_layers
+from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.formats.source_format import LAID_OUT
 from hqconv.io.pipeline import pipeline
 from hqconv.models.config_facts import is_draft
 from hqconv.models.expert_bytes import RawExperts, RawLayout
@@ -42,10 +48,10 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.options import GPTQ, refuse_unknown_layers
+from hqconv.schemas.options import refuse_unknown_layers
 
 _CPU = torch.device("cpu")
-_OF_SYSTEM = (
+_SYSTEM_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.EIO,
@@ -55,19 +61,14 @@ _OF_SYSTEM = (
     errno.ENOMEM,
 )
 _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
-_NEIGHBOURS = (16.0, 1024.0)  # rms beside the layer's median: a notice, damage if larger
-_OUTLIER, _NUM_OTHERS = (
-    2.0,
-    4,
-)  # distance beside the median of the layer's others, and how many there must be
-_ROUNDED, _ALL_NEAREST = (
-    0.9,
-    0.998,
-)  # share of nearest codes in layers that were rounded; without any calibration
+# rms beside the layer's median
+_SIZE_NOTICE, _SIZE_DAMAGE = 16.0, 1024.0
+# distance beside the median of the layer's others, and how many there must be
+_OUTLIER, _NUM_OTHERS = 2.0, 4
+_ROUNDED = 0.9  # share of nearest codes in layers that were rounded
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
 _FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
 _OWNER, _RELATED = 0.6, 0.2  # cosine of sketches of the same matrix; of another version of it
-Place = tuple[str, int, str]  # layer, expert, role
 
 
 @dataclass(frozen=True)
@@ -83,22 +84,47 @@ class CheckOptions:
 
 
 @dataclass(eq=False)
-class Outcome:
-    """Findings and figures of one expert. theirs: sketches of the original's matrices."""
+class CheckedMatrix:
+    """Figures that stay of one matrix. name: of its tensor. facts: None for NaN, and where all weights are one number.
 
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Facts] = field(default_factory=dict)
-    arrangement: tuple[str, float, float] | None = None
-    compared: dict[str, Comparison] = field(default_factory=dict)
-    theirs: dict[str, Any] = field(default_factory=dict)
+    original: the sketch of the original's.
+    """
+
+    place: MatrixPlace
+    shape: tuple[int, int]
+    name: str = ""
+    facts: Facts | None = None
+    comparison: Comparison | None = None
+    original: Float32Vector | None = None
 
 
 @dataclass(eq=False)
-class Checked:
-    """A layer and the outcomes of its experts."""
+class CheckedExpert:
+    """Figures that stay of one expert: its projections by role, and findings about them."""
+
+    matrices: dict[str, CheckedMatrix]
+    findings: list[CheckFinding] = field(default_factory=list)
+    arrangement: Arrangement | None = None
+
+
+@dataclass(eq=False)
+class CheckedLayer:
+    """A layer and its experts that were read."""
 
     layer: MoeLayer
-    outcomes: dict[int, Outcome]
+    experts: dict[int, CheckedExpert]
+
+    def matrices(self, role: str) -> list[CheckedMatrix]:
+        """Return one projection of every expert."""
+        return [expert.matrices[role] for expert in self.experts.values()]
+
+    def comparisons(self, role: str) -> dict[int, Comparison]:
+        """Return the comparisons with the original's by expert."""
+        return {
+            matrix.place.expert: matrix.comparison
+            for matrix in self.matrices(role)
+            if matrix.comparison is not None
+        }
 
 
 def run_check(source: Source, original: Source | None, options: CheckOptions) -> dict[str, Any]:
@@ -116,24 +142,28 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
     }
     try:
         experts = source.map_experts()
-    except (InputError, RequestError) as error:
-        finding = unmapped_stacks(source)
-        if finding is None and isinstance(error, RequestError):
-            raise
-        return document | _conclusion([finding or _broken(error)], [], started)
-    layers = _chosen(experts, options.layers)
+    except InputError as error:
+        return document | _conclusion([_broken(error)], [], started)
+    layers = list(experts.layers)
+    if options.layers is not None:
+        refuse_unknown_layers(options.layers, {layer.index for layer in layers})
+        layers = [layer for layer in layers if layer.index in options.layers]
     findings = [*header_findings(source, experts), *value_findings(source, experts, layers)]
     pairs: dict[str, MoeLayer] = {}
     if original is not None:
         with of_original():
-            others = original.map_experts()
-        pairs = _paired(layers, others, findings, source, experts)
+            original_experts = original.map_experts()
+        pairs = _paired(source, experts, original_experts, layers, findings)
     checked = list(_walk(source, original, layers, pairs, options))
-    for one in checked:
-        findings += _of_layer(one, source)
-    findings += _twins(checked)
-    if original is not None:
-        findings += [*_owners(checked), *_version(checked)]
+    for layer in checked:
+        findings += _layer_findings(layer)
+    matrices = [
+        matrix
+        for layer in checked
+        for expert in layer.experts.values()
+        for matrix in expert.matrices.values()
+    ]
+    findings += [*_twins(matrices), *_misplaced(matrices), *_version(matrices)]
     document |= {
         "family": experts.family,
         "source_format": sorted({layer.format.describe() for layer in layers}),
@@ -156,99 +186,97 @@ def of_original() -> Iterator[None]:
     try:
         yield
     except (InputError, RequestError) as error:
-        where = f"--against, {error.where}" if error.where else "--against"
-        raise type(error)(
-            error.what, where=where, expected=error.expected, found=error.found, remedy=error.remedy
-        ) from error
+        error.where = f"--against, {error.where}" if error.where else "--against"
+        error.args = (error.message(),)
+        raise
 
 
-def _broken(error: HqconvError) -> Finding:
+def _broken(error: HqconvError) -> CheckFinding:
     """Return the finding for a checkpoint that contradicts itself, or a tensor that its format cannot hold.
 
     Raises the error if the system refused to read, e.g. for missing permissions: of the checkpoint it tells nothing.
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _OF_SYSTEM:
+        if isinstance(cause, OSError) and cause.errno in _SYSTEM_ERRORS:
             raise error
         cause = cause.__cause__
-    return Finding("broken", error.what, error.expected, error.found, where=error.where)
+    return CheckFinding("broken", error.what, error.expected, error.found, where=error.where)
 
 
 def _conclusion(
-    findings: Sequence[Finding], checked: Sequence[Checked], started: float
+    findings: Sequence[CheckFinding], checked: Sequence[CheckedLayer], started: float
 ) -> dict[str, Any]:
-    damage = grouped(one for one in findings if one.is_damage)
+    damage = grouped(finding for finding in findings if finding.is_damage)
     return {
         "passed": not damage,
         "damage": damage,
-        "notices": grouped(one for one in findings if not one.is_damage),
-        "num_experts": sum(len(one.outcomes) for one in checked),
-        "errors": {one.layer.name: errors for one in checked if (errors := _errors(one))},
+        "notices": grouped(finding for finding in findings if not finding.is_damage),
+        "num_experts": sum(len(layer.experts) for layer in checked),
+        "errors": {layer.layer.name: errors for layer in checked if (errors := _errors(layer))},
         "seconds": round(time.monotonic() - started, 3),
     }
 
 
-def _errors(checked: Checked) -> dict[str, dict[str, Any]]:
+def _errors(checked: CheckedLayer) -> dict[str, dict[str, Any]]:
     """Return a layer's errors against the original by projection, and its worst expert's."""
-    found = {}
+    errors = {}
     for role in checked.layer.roles:
-        of_role = {
-            e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared
-        }
-        if not of_role:
+        comparisons = checked.comparisons(role)
+        if not comparisons:
             continue
-        worst = max(of_role, key=lambda e: of_role[e].error)
-        nearest = [one.nearest for one in of_role.values() if not math.isnan(one.nearest)]
-        found[role] = {
-            "relative_error": float(np.median([one.error for one in of_role.values()])),
-            "rounding_error": float(np.median([one.rounding for one in of_role.values()])),
+        worst = max(comparisons, key=lambda expert: comparisons[expert].error)
+        figures = comparisons.values()
+        nearest = [figure.nearest for figure in figures if not math.isnan(figure.nearest)]
+        errors[role] = {
+            "relative_error": float(np.median([figure.error for figure in figures])),
+            "rounding_error": float(np.median([figure.rounding for figure in figures])),
             "nearest_codes": float(np.median(nearest)) if nearest else None,
             "worst_expert": worst,
-            "worst_relative_error": of_role[worst].error,
+            "worst_relative_error": comparisons[worst].error,
         }
-    return found
-
-
-def _chosen(experts: ExpertMap, indices: frozenset[int] | None) -> list[MoeLayer]:
-    if indices is None:
-        return list(experts.layers)
-    refuse_unknown_layers(indices, {layer.index for layer in experts.layers})
-    return [layer for layer in experts.layers if layer.index in indices]
+    return errors
 
 
 def _paired(
-    layers: Sequence[MoeLayer],
-    others: ExpertMap,
-    findings: list[Finding],
     source: Source,
     experts: ExpertMap,
+    originals: ExpertMap,
+    layers: Sequence[MoeLayer],
+    findings: list[CheckFinding],
 ) -> dict[str, MoeLayer]:
-    """Return the original's layer of each layer, by name. Raises RequestError for those of other sizes."""
-    theirs = {layer.index: layer for layer in others.layers}
+    """Return the original's layer of each layer, by name, and note layers that one of both lacks.
+
+    Raises RequestError for layers of other sizes.
+    """
     family, text = BY_NAME.get(experts.family), text_config(source.config)
-    for index in sorted(theirs.keys() - {layer.index for layer in experts.layers}):
+    by_index = {layer.index: layer for layer in originals.layers}
+    for index in sorted(by_index.keys() - {layer.index for layer in experts.layers}):
         is_extra = family is not None and is_draft(family, index, text)
         what = "The original has an MoE layer that the checkpoint lacks."
-        findings.append(Finding("missing", what, is_damage=not is_extra, where=theirs[index].name))
+        where = by_index[index].name
+        findings.append(CheckFinding("missing", what, is_damage=not is_extra, where=where))
     pairs = {}
     for layer in layers:
-        other = theirs.get(layer.index)
-        if other is None:
+        original = by_index.get(layer.index)
+        if original is None:
             what = "The original has no such layer: it is checked alone."
-            findings.append(Finding("extra", what, is_damage=False, where=layer.name))
+            findings.append(CheckFinding("extra", what, is_damage=False, where=layer.name))
             continue
-        sizes = [
-            (x.num_experts, x.intermediate_size, x.hidden_size, x.roles) for x in (layer, other)
-        ]
-        if sizes[0] != sizes[1]:
-            texts = [f"{n} experts of [{i}, {h}]" for n, i, h, _ in sizes]
-            what = "The original is another model: its experts have other sizes."
+        if _sizes(layer) != _sizes(original):
             raise RequestError(
-                what, where=f"--against, {layer.name}", expected=texts[0], found=texts[1]
+                "The original is another model: its experts have other sizes.",
+                where=f"--against, {layer.name}",
+                expected=_sizes(layer),
+                found=_sizes(original),
             )
-        pairs[layer.name] = other
+        pairs[layer.name] = original
     return pairs
+
+
+def _sizes(layer: MoeLayer) -> str:
+    sizes = f"[{layer.intermediate_size}, {layer.hidden_size}]"
+    return f"{layer.num_experts} experts of {sizes}, {', '.join(layer.roles)}"
 
 
 # --- the walk ------------------------------------------------------------------------------------------------
@@ -260,363 +288,318 @@ def _walk(
     layers: Sequence[MoeLayer],
     pairs: Mapping[str, MoeLayer],
     options: CheckOptions,
-) -> Iterator[Checked]:
-    """Read and judge the experts layer by layer, in threads."""
-    need = max(
-        (_BYTES_PER_WEIGHT * 6 * b.hidden_size * b.intermediate_size for b in layers), default=1
-    )
+) -> Iterator[CheckedLayer]:
+    """Read and compare the experts layer by layer, in threads."""
+    num_weights = max((b.hidden_size * b.intermediate_size for b in layers), default=1)
+    need = _BYTES_PER_WEIGHT * 6 * num_weights
     if need > options.max_memory_bytes:
-        what, expected = (
-            f"One expert does not fit into the {options.max_memory_bytes} bytes limit.",
-            f"{need} bytes",
-        )
         raise RequestError(
-            what, where="--max-memory", expected=expected, remedy="Raise --max-memory."
+            f"One expert does not fit into the {options.max_memory_bytes} bytes limit.",
+            where="--max-memory",
+            expected=f"{need} bytes",
+            remedy="Raise --max-memory.",
         )
     num_threads = max(1, min(options.num_threads, options.max_memory_bytes // need))
     meter = Meter(sum(layer.num_bytes for layer in layers), len(layers), options.progress)
     # Of a sample only byte ranges are read from the Hub; else whole shards, ahead of the work.
-    is_whole = options.sample is None
-    theirs = [pairs[layer.name] for layer in layers if layer.name in pairs]
-
-    def fetching(one: Source | None, of: Sequence[MoeLayer]) -> AbstractContextManager[HubPrefetch]:
-        return fetched_layers(one if is_whole else None, of, options.cache)
-
-    with fetching(source, layers) as ours_fetched, fetching(original, theirs) as theirs_fetched:
+    whole = (source, original) if options.sample is None else (None, None)
+    paired = [pairs[layer.name] for layer in layers if layer.name in pairs]
+    with (
+        fetched_layers(whole[0], layers, options.cache) as fetched,
+        fetched_layers(whole[1], paired, options.cache) as fetched_originals,
+    ):
         for layer in layers:
-            other = pairs.get(layer.name)
-            waits = (
-                (ours_fetched, layer.name),
-                (theirs_fetched, "" if other is None else other.name),
-            )
-            for fetched, name in waits:
-                fetched.wait_for(name)
-            work = partial(_examine, source, layer, original, other)
+            paired_layer = pairs.get(layer.name)
+            original_name = "" if paired_layer is None else paired_layer.name
+            fetched.wait_for(layer.name)
+            fetched_originals.wait_for(original_name)
+            examine = partial(_examine, source, layer, original, paired_layer)
             chosen = _sample(layer.num_experts, options.sample)
-            outcomes = {}
+            experts = {}
             with closing(
                 pipeline(
-                    chosen, work, num_threads, num_threads, runs_torch=True, name="hqconv-check"
+                    chosen, examine, num_threads, num_threads, runs_torch=True, name="hqconv-check"
                 )
             ) as results:
-                for expert, outcome in zip(chosen, results, strict=True):
-                    outcomes[expert] = outcome
+                for number, expert in zip(chosen, results, strict=True):
+                    experts[number] = expert
                     meter.advance(layer.name, layer.num_bytes // len(chosen))
             meter.finish(layer.name)
-            for fetched, name in waits:
-                fetched.release(name)
-            yield Checked(layer, outcomes)
+            fetched.release(layer.name)
+            fetched_originals.release(original_name)
+            yield CheckedLayer(layer, experts)
 
 
 def _sample(num_experts: int, sample: int | None) -> list[int]:
-    if sample is None or sample >= num_experts:
-        return list(range(num_experts))
-    return sorted({round(x) for x in np.linspace(0, num_experts - 1, sample)})
+    num = min(sample or num_experts, num_experts)
+    return [round(number) for number in np.linspace(0, num_experts - 1, num)]
 
 
-def _read(
-    source: Source, layer: MoeLayer, expert: int
-) -> Iterator[tuple[str, Matrix | InputError]]:
-    """Yield the projections of an expert, decoded, or why one cannot be."""
+def _decoder(source: Source, layer: MoeLayer, expert: int) -> Callable[[str], Matrix]:
+    """Read an expert; return the function that decodes a projection. Both raise InputError."""
     raw = None
     if source.reads_ahead:
         layout = RawLayout(layer, [expert])
         raw = RawExperts(layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
-        try:
-            source.read_raw(raw, layout.ranges)
-        except InputError as error:  # of a file that was cut
-            yield layer.roles[0], error
-            return
-    parts = layer.sources[expert]
-    shared = Counter(
-        (ref.file, ref.offset_bytes) for of_role in parts.values() for ref in of_role.values()
+        source.read_all_into(raw.views(layout.ranges))
+    # stored bits of a weight; a tensor of several projections counts in shares, and some may be padded
+    tensors = layer.sources[expert].values()
+    shares = Counter((ref.file, ref.offset_bytes) for refs in tensors for ref in refs.values())
+    least_bytes = min(
+        sum(ref.num_bytes / shares[ref.file, ref.offset_bytes] for ref in refs.values())
+        for refs in tensors
     )
-    bits = {
-        role: sum(
-            8 * ref.num_bytes / shared[ref.file, ref.offset_bytes] for ref in parts[role].values()
-        )
-        / (layer.hidden_size * layer.intermediate_size)
-        for role in layer.roles
-    }
-    if layer.format.encoding == LAID_OUT:  # which may be padded
-        bits = dict.fromkeys(bits, min(bits.values()))
-    for role in layer.roles:
-        try:
-            yield (
-                role,
-                decoded(source.read_expert(layer, expert, (role,), _CPU, raw)[role], bits[role]),
-            )
-        except InputError as error:
-            yield role, error
+    num_bits = 8 * least_bytes / (layer.hidden_size * layer.intermediate_size)
+
+    def decode(role: str) -> Matrix:
+        matrix = source.read_expert(layer, expert, (role,), _CPU, raw)[role]
+        return decoded(matrix, num_bits)
+
+    return decode
 
 
 def _examine(
-    source: Source, layer: MoeLayer, original: Source | None, other: MoeLayer | None, expert: int
-) -> Outcome:
+    source: Source,
+    layer: MoeLayer,
+    original: Source | None,
+    original_layer: MoeLayer | None,
+    number: int,
+) -> CheckedExpert:
     """Decode an expert, and compare it with the original's."""
-    outcome, ours = Outcome(), dict[str, Matrix]()
-    for role, matrix in _read(source, layer, expert):
-        if isinstance(matrix, InputError):
-            found = [_broken(matrix)]
-        else:
-            found = list(own_faults(matrix))
-            if not any(one.kind == "nan" for one in found):
-                ours[role], outcome.facts[role] = matrix, facts_of(matrix)
-        outcome.findings += [_at(one, (layer.name, expert, role)) for one in found]
-    outcome.arrangement = arrangement(ours)
-    if original is None or other is None:
-        return outcome
-    theirs = {}
-    for role, matrix in _read(original, other, expert):
-        if isinstance(matrix, InputError):
-            with of_original():
-                raise matrix
-        facts = facts_of(matrix)
+    expert = CheckedExpert({})
+    for role in layer.roles:
+        place = MatrixPlace(layer.name, number, role)
+        expert.matrices[role] = CheckedMatrix(place, layer.shape(role))
+    ours = _own_matrices(source, layer, number, expert)
+    expert.arrangement = arrangement(ours)
+    if original is None or original_layer is None:
+        return expert
+    theirs: dict[str, Matrix] = {}
+    with of_original():
+        decode = _decoder(original, original_layer, number)
+        originals = {role: decode(role) for role in layer.roles}
+    for role, matrix in originals.items():
+        checked, facts = expert.matrices[role], facts_of(matrix)
         if math.isfinite(facts.rms):
-            theirs[role], outcome.theirs[role] = matrix, facts.sketch
+            theirs[role], checked.original = matrix, facts.sketch
         else:
             what = "The original's weights are NaN, infinite or too large: the matrix is checked alone."
-            outcome.findings.append(
-                _at(Finding("nan", what, is_damage=False), (layer.name, expert, role), matrix.name)
-            )
+            finding = CheckFinding("nan", what, is_damage=False)
+            expert.findings.append(finding.at(checked.place, matrix.name))
     for role, matrix in ours.items():
-        if role not in theirs:
-            continue
-        compared = outcome.compared[role] = compare(role, matrix, theirs)
-        outcome.findings += [
-            _at(one, (layer.name, expert, role), matrix.name) for one in compared.faults
-        ]
-    _settle(outcome, layer, expert, {role: matrix.name for role, matrix in ours.items()})
-    return outcome
+        if role in theirs:
+            checked = expert.matrices[role]
+            checked.comparison = compare(role, matrix, theirs)
+            faults = checked.comparison.faults
+            expert.findings += [fault.at(checked.place, checked.name) for fault in faults]
+    _settle(expert)
+    return expert
 
 
-def _at(finding: Finding, place: Place, where: str = "") -> Finding:
-    layer, expert, role = place
-    return replace(finding, where=finding.where or where, layer=layer, role=role, expert=expert)
+def _own_matrices(
+    source: Source, layer: MoeLayer, number: int, expert: CheckedExpert
+) -> dict[str, Matrix]:
+    """Decode an expert's matrices, and note what each tells alone; those that hold NaN are left out."""
+    matrices = {}
+    role = layer.roles[0]
+    try:
+        decode = _decoder(source, layer, number)
+        for role in layer.roles:
+            matrix, checked = decode(role), expert.matrices[role]
+            faults = list(own_faults(matrix))
+            expert.findings += [fault.at(checked.place) for fault in faults]
+            checked.name, kinds = matrix.name, {fault.kind for fault in faults}
+            if "nan" not in kinds:
+                matrices[role] = matrix
+            if kinds.isdisjoint(("nan", "zero", "constant")):
+                checked.facts = facts_of(matrix)
+    except InputError as error:
+        expert.findings.append(_broken(error).at(expert.matrices[role].place))
+    return matrices
 
 
-def _settle(outcome: Outcome, layer: MoeLayer, expert: int, names: Mapping[str, str]) -> None:
+def _settle(expert: CheckedExpert) -> None:
     """Tell neurons in another order and scaled columns, which change no output if projections agree, from faults."""
-
-    def say(finding: Finding, role: str = "") -> None:
-        outcome.findings.append(_at(finding, (layer.name, expert, role), names.get(role, "")))
-
-    compared = outcome.compared
-    orders = [one.order for one in compared.values() if one.order is not None]
-    if len(orders) == len(layer.roles) and all(torch.equal(orders[0], one) for one in orders):
-        outcome.findings = [one for one in outcome.findings if ORDERED not in one.what]
+    matrices = expert.matrices
+    orders, gains = [], {}
+    for role, matrix in matrices.items():
+        comparison = matrix.comparison
+        if comparison is not None and comparison.order is not None:
+            orders.append(comparison.order)
+        if comparison is not None and comparison.gains is not None:
+            gains[role] = comparison.gains
+    if len(orders) == len(matrices) and all(torch.equal(orders[0], order) for order in orders):
+        expert.findings = [finding for finding in expert.findings if ORDERED not in finding.what]
         what = "The neurons are in another order, the same in all projections: no output changes."
-        say(Finding("neuron-order", what, is_damage=False))
-    gains = {
-        role: [x.log() for x in one.gains]
-        for role, one in compared.items()
-        if one.gains is not None
-    }
-    columns = {role: of[1] for role, of in gains.items() if float(of[1].std()) > 0.02}
-    inputs = [columns[role] for role in ("w1", "w3") if role in columns]
-    is_common = len(inputs) == len(layer.roles) - 1 and _correlation(inputs[0], inputs[-1]) > 0.9
-    is_inverse = (
-        "w2" in columns and "w3" in gains and _correlation(columns["w2"], -gains["w3"][0]) > 0.8
-    )
+        place = replace(next(iter(matrices.values())).place, role="")
+        expert.findings.append(CheckFinding("neuron-order", what, is_damage=False, place=place))
+    is_inverse = False  # the rows of up, of the columns of down
+    if "w2" in gains and "w3" in gains:
+        logs = torch.stack([gains["w2"].columns.log(), -gains["w3"].rows.log()])
+        is_inverse = float(torch.corrcoef(logs)[0, 1]) > 0.8
     if is_inverse:
-        outcome.findings = [
-            one for one in outcome.findings if (one.kind, one.role) != ("scales", "w3")
+        expert.findings = [
+            finding
+            for finding in expert.findings
+            if (finding.kind, finding.place.role) != ("scales", "w3")
         ]
-    for role, of_columns in columns.items():
-        is_smoothed = is_inverse if role == "w2" else is_common
-        what = "The columns are scaled" + (
-            ", as AWQ and SmoothQuant do: what comes before must be scaled by the inverse."
-            if is_smoothed
-            else ": no other projection of the expert makes up for it."
-        )
-        found = f"factors from {math.exp(float(of_columns.min())):.3g} to {math.exp(float(of_columns.max())):.3g}"
-        say(Finding("column-scales", what, "factors near 1", found, is_damage=False), role)
-
-
-def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
+    for role, factors in gains.items():
+        if float(factors.columns.log().std()) > 0.02:
+            least, most = float(factors.columns.min()), float(factors.columns.max())
+            finding = CheckFinding(
+                "column-scales",
+                "The columns are scaled, as AWQ and SmoothQuant do: what comes before must be scaled by the inverse.",
+                "factors near 1",
+                f"factors from {least:.3g} to {most:.3g}",
+                is_damage=False,
+            )
+            expert.findings.append(finding.at(matrices[role].place, matrices[role].name))
 
 
 # --- layers --------------------------------------------------------------------------------------------------
 
 
-def _of_layer(checked: Checked, source: Source) -> Iterator[Finding]:
+def _layer_findings(checked: CheckedLayer) -> Iterator[CheckFinding]:
     """Yield the findings of a layer's experts, and those that experts show beside one another."""
-    layer, outcomes = checked.layer, checked.outcomes
-    for outcome in outcomes.values():
-        yield from outcome.findings
-    yield from arrangement_faults(layer.name, {e: one.arrangement for e, one in outcomes.items()})
-    for role in layer.roles:
-        sizes = {e: one.facts[role].rms for e, one in outcomes.items() if role in one.facts}
-        typical = float(np.median([size for size in sizes.values() if size] or [0.0]))
-        for expert, size in sizes.items():
-            if size and typical and max(size / typical, typical / size) >= _NEIGHBOURS[0]:
-                what = "The weights are of another magnitude than the other experts'."
-                found = f"root mean square {size:.4g}, the median expert's is {typical:.4g}"
-                finding = Finding("magnitude", what, "", found, size / typical >= _NEIGHBOURS[1])
-                yield _at(finding, (layer.name, expert, role))
-        yield from _outliers(
-            checked, role, is_gptq=(source.quantization or {}).get("quant_method") == GPTQ
-        )
+    for expert in checked.experts.values():
+        yield from expert.findings
+    arrangements = {number: expert.arrangement for number, expert in checked.experts.items()}
+    yield from arrangement_faults(checked.layer.name, arrangements)
+    for role in checked.layer.roles:
+        yield from _odd_sizes(checked.matrices(role))
+        yield from _outliers(checked, role)
 
 
-def _outliers(checked: Checked, role: str, *, is_gptq: bool) -> Iterator[Finding]:
-    """Yield experts that are further from the original than the layer's others, and those that were not calibrated."""
-    compared = {
-        e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared
+def _odd_sizes(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
+    """Yield matrices of another magnitude than the same projection of other experts."""
+    sizes = {matrix.place: matrix.facts.rms for matrix in matrices if matrix.facts}
+    sizes = {place: size for place, size in sizes.items() if size}
+    typical = float(np.median(list(sizes.values()) or [0.0]))
+    for place, size in sizes.items():
+        if max(size / typical, typical / size) >= _SIZE_NOTICE:
+            what = "The weights are of another magnitude than the other experts'."
+            found = f"root mean square {size:.4g}, the median expert's is {typical:.4g}"
+            is_damage = size / typical >= _SIZE_DAMAGE
+            yield CheckFinding("magnitude", what, "", found, is_damage, place=place)
+
+
+def _outliers(checked: CheckedLayer, role: str) -> Iterator[CheckFinding]:
+    """Yield experts that are further from the original than the layer's others."""
+    sound = {
+        expert: comparison
+        for expert, comparison in checked.comparisons(role).items()
+        if not (comparison.faults or comparison.is_wrong or comparison.gains)
     }
-    sound = {e: one for e, one in compared.items() if not (one.faults or one.is_wrong or one.gains)}
-    typical = float(np.median([one.distance for one in sound.values()] or [0.0]))
-    is_rounded = (
-        bool(sound) and float(np.median([one.nearest for one in sound.values()])) >= _ROUNDED
-    )
-    for expert, one in sound.items():
-        place = (checked.layer.name, expert, role)
-        if (
-            len(sound) > _NUM_OTHERS
-            and one.distance > max(_OUTLIER * typical, 1.5)
-            and one.error > 0.01
-        ):
+    if len(sound) <= _NUM_OTHERS:
+        return
+    typical = float(np.median([comparison.distance for comparison in sound.values()]))
+    is_rounded = float(np.median([figure.nearest for figure in sound.values()])) >= _ROUNDED
+    for expert, comparison in sound.items():
+        place, distance = MatrixPlace(checked.layer.name, expert, role), comparison.distance
+        if distance > max(_OUTLIER * typical, 1.5) and comparison.error > 0.01:
             what = "The weights are further from the original's than the layer's others: another version of them?"
-            texts = (
-                f"about {typical:.2f} times the rounding of the format",
-                f"{one.distance:.2f} times it",
-            )
-            yield _at(Finding("stale", what, *texts, is_rounded), place)
-        if is_gptq and one.nearest >= _ALL_NEAREST:
-            what = "The config says GPTQ, and the codes are those of rounding to nearest: no text calibrated them."
-            found = f"{one.nearest:.2%} of the codes are the nearest"
-            yield _at(Finding("uncalibrated", what, "", found, is_damage=False), place)
+            expected = f"about {typical:.2f} times the rounding of the format"
+            found = f"{distance:.2f} times it"
+            yield CheckFinding("stale", what, expected, found, is_rounded, place=place)
 
 
 # --- matrices at another place ---------------------------------------------------------------------------------
 
 
-def _twins(checked: Sequence[Checked]) -> Iterator[Finding]:
+def _twins(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
     """Yield matrices that the checkpoint has twice, and the original not."""
-    places: dict[bytes, list[Place]] = {}
-    sketches: dict[Place, bytes] = {}
-    theirs: dict[Place, bytes] = {}
-    for one, expert, outcome in _each(checked):
-        same = {
-            finding.role for finding in outcome.findings if finding.kind in ("zero", "constant")
-        }
-        for role, facts in outcome.facts.items():
-            if role in same:
+    sketches: dict[MatrixPlace, bytes] = {}
+    groups: dict[bytes, list[CheckedMatrix]] = {}
+    for matrix in matrices:
+        if matrix.facts is not None:
+            sketch = sketches[matrix.place] = matrix.facts.sketch.tobytes()
+            groups.setdefault(sketch, []).append(matrix)
+    roles = {matrix.place.role for matrix in matrices}
+
+    def sketches_of(place: MatrixPlace) -> list[bytes | None]:
+        return [sketches.get(replace(place, role=role)) for role in sorted(roles)]
+
+    for first, *copies in groups.values():
+        for copy in copies:
+            if first.original is not None and np.array_equal(first.original, copy.original):  # type: ignore[arg-type]
                 continue
-            place = (one.layer.name, expert, role)
-            sketches[place] = facts.sketch.tobytes()
-            places.setdefault(sketches[place], []).append(place)
-            if role in outcome.theirs:
-                theirs[place] = outcome.theirs[role].tobytes()
-    roles = {one.layer.name: one.layer.roles for one in checked}
-    for first, *others in places.values():
-        for other in others:
-            if first in theirs and theirs[first] == theirs.get(other):
-                continue
-            is_whole = first[:2] != other[:2] and all(
-                sketches.get((*first[:2], role), b"1") == sketches.get((*other[:2], role), b"2")
-                for role in roles[other[0]]
-            )
-            found = f"{first[2]} of expert {first[1]}" + f" of {first[0]}" * (first[0] != other[0])
+            is_same_expert = replace(first.place, role=copy.place.role) == copy.place
+            expert_sketches = sketches_of(copy.place)
+            is_whole = not is_same_expert and expert_sketches == sketches_of(first.place)
             what = "Two projections have the same weights, and the rest of their experts has not."
             if is_whole:
                 what = "An expert is in the checkpoint twice: it was copied, or merged."
-            yield _at(Finding("twin", what, "", found, is_damage=not is_whole), other)
+            found = first.place.seen_from(copy.place)
+            yield CheckFinding("twin", what, "", found, is_damage=not is_whole, place=copy.place)
 
 
-def _owners(checked: Sequence[Checked]) -> Iterator[Finding]:
+def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
     """Yield matrices that are another one of the original, and those that are none."""
-    places: dict[tuple[int, int], list[Place]] = {}
-    pools: dict[tuple[int, int], list[Any]] = {}
-    for one, expert, outcome in _each(checked):
-        for role, sketch in outcome.theirs.items():
-            places.setdefault(one.layer.shape(role), []).append((one.layer.name, expert, role))
-            pools.setdefault(one.layer.shape(role), []).append(sketch)
-    pool = {shape: np.stack(rows) for shape, rows in pools.items()}
-    owner_of: dict[Place, Place] = {}
-    others: list[tuple[Place, Comparison]] = []
-    for one, expert, outcome in _each(checked):
-        for role, compared in outcome.compared.items():
-            place, shape = (one.layer.name, expert, role), one.layer.shape(role)
-            if compared.distance < _OUTLIER or any(one.kind != "bias" for one in compared.faults):
-                continue
-            owner = _owner(place, compared, outcome.facts[role].sketch, pool[shape], places[shape])
-            if owner is not None:
-                owner_of[place] = owner
-            elif compared.is_wrong:
-                others.append((place, compared))
-    yield from (
-        _misplaced(place, owner, owner_of.get(owner) == place) for place, owner in owner_of.items()
-    )
-    yield from (_unrelated(place, compared) for place, compared in others)
+    places: dict[tuple[int, int], list[MatrixPlace]] = {}
+    originals: dict[tuple[int, int], list[Float32Vector]] = {}
+    for matrix in matrices:
+        if matrix.original is not None:
+            places.setdefault(matrix.shape, []).append(matrix.place)
+            originals.setdefault(matrix.shape, []).append(matrix.original)
+    pools = {shape: np.stack(sketches) for shape, sketches in originals.items()}
+    for matrix in matrices:
+        comparison, facts = matrix.comparison, matrix.facts
+        if comparison is None or facts is None or comparison.distance < _OUTLIER:
+            continue
+        if any(fault.kind != "bias" for fault in comparison.faults):
+            continue
+        cosines = pools[matrix.shape] @ facts.sketch
+        owner = _owner(matrix.place, comparison, places[matrix.shape], cosines)
+        if owner is not None:
+            yield _misplacement(matrix.place, owner)
+        elif comparison.is_wrong:
+            yield _unrelated(matrix.place, comparison)
 
 
-def _version(checked: Sequence[Checked]) -> Iterator[Finding]:
-    """Yield a notice if most matrices are further from the original than formats and calibrations make them."""
-    of_all = [
-        one.distance
-        for _, _, outcome in _each(checked)
-        for one in outcome.compared.values()
-        if not one.is_wrong
-    ]
-    if of_all and (typical := float(np.median(of_all))) > _FAR:
-        what = "Most weights are further from the original's than rounding and calibrations make them: another version?"
-        expected, found = f"less than {_FAR} times the rounding error", f"{typical:.1f} times it"
-        yield Finding("stale", what, expected, found, is_damage=False)
-
-
-def _each(checked: Sequence[Checked]) -> Iterator[tuple[Checked, int, Outcome]]:
-    return ((one, expert, outcome) for one in checked for expert, outcome in one.outcomes.items())
+def _misplacement(place: MatrixPlace, owner: MatrixPlace) -> CheckFinding:
+    kind, what = "swapped", "The matrix is that of another expert."
+    if replace(owner, role=place.role) == place:
+        kind, what = "gate-up-swapped", "The matrix is that of another projection."
+    return CheckFinding(kind, what, place.seen_from(place), owner.seen_from(place), place=place)
 
 
 def _owner(
-    place: Place, compared: Comparison, sketch: Any, pool: Any, places: Sequence[Place]
-) -> Place | None:
+    place: MatrixPlace, comparison: Comparison, places: Sequence[MatrixPlace], cosines: Any
+) -> MatrixPlace | None:
     """Return the original's matrix that this one clearly is instead of its own; None if there is none.
 
-    pool: sketches of the original's matrices at `places`, [M, 256]. The owner of one near its own is in its layer.
+    cosines: of its sketch with those of the original's matrices at `places`. The owner of one near its own is in its
+    layer.
     """
-    cosines, least = pool @ sketch, _OWNER
+    least = _OWNER
     own = tangent_of(float(cosines[places.index(place)]))
-    if not compared.is_wrong:
-        cosines[[layer != place[0] for layer, *_ in places]] = 0
-        least = max(least, 1 / math.hypot(1, 2 * compared.rounding))
+    if not comparison.is_wrong:
+        cosines[[candidate.layer != place.layer for candidate in places]] = 0
+        least = max(least, 1 / math.hypot(1, 2 * comparison.rounding))
     best = int(cosines.argmax())
     is_nearer = tangent_of(float(cosines[best])) ** 2 < _TWICE_AS_NEAR * own**2
     return places[best] if cosines[best] >= least and is_nearer else None
 
 
-def _unrelated(place: Place, compared: Comparison) -> Finding:
-    cosine = 1 / math.hypot(1, compared.tangent)
-    expected = f"a relative error near {compared.rounding:.3g}"
-    found = f"{compared.error:.3g}, a cosine of {cosine:.3f}"
-    kind, what = (
-        "unrelated",
-        "The weights are not the original's, nor those of another expert that was read.",
-    )
+def _unrelated(place: MatrixPlace, comparison: Comparison) -> CheckFinding:
+    cosine = 1 / math.hypot(1, comparison.tangent)
+    kind = "unrelated"
+    what = "The weights are not the original's, nor those of another expert that was read."
     if cosine > _RELATED:
-        kind, what = (
-            "stale",
-            "The weights are near the original's, and not their rounding: another version of them?",
+        kind = "stale"
+        what = (
+            "The weights are near the original's, and not their rounding: another version of them?"
         )
-    return _at(Finding(kind, what, expected, found), place)
+    expected = f"a relative error near {comparison.rounding:.3g}"
+    found = f"{comparison.error:.3g}, a cosine of {cosine:.3f}"
+    return CheckFinding(kind, what, expected, found, place=place)
 
 
-def _misplaced(place: Place, owner: Place, is_exchange: bool) -> Finding:
-    if owner[:2] == place[:2]:
-        kind = "gate-up-swapped"
-        what = (
-            "Gate and up are exchanged."
-            if is_exchange
-            else "The matrix is that of another projection."
-        )
-    else:
-        kind = "swapped"
-        what = (
-            "Two experts' matrices are exchanged."
-            if is_exchange
-            else "The matrix is that of another expert."
-        )
-    found = f"{owner[2]} of expert {owner[1]}" + f" of {owner[0]}" * (owner[0] != place[0])
-    return _at(Finding(kind, what, f"{place[2]} of expert {place[1]}", found), place)
+def _version(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
+    """Yield a notice if most matrices are further from the original than formats and calibrations make them."""
+    comparisons = [matrix.comparison for matrix in matrices if matrix.comparison is not None]
+    distances = [comparison.distance for comparison in comparisons if not comparison.is_wrong]
+    if distances and (typical := float(np.median(distances))) > _FAR:
+        what = "Most weights are further from the original's than rounding and calibrations make them: another version?"
+        expected, found = f"less than {_FAR} times the rounding error", f"{typical:.1f} times it"
+        yield CheckFinding("stale", what, expected, found, is_damage=False)

@@ -13,20 +13,17 @@ from functools import cache
 import numpy as np
 import torch
 
-from hqconv.checkup.findings import Finding
+from hqconv.checkup.findings import CheckFinding, MatrixPlace
 from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize
 
-Array = np.ndarray[tuple[int], np.dtype[np.float32]]
+Float32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 _SIDE = 16  # of a sketch
 _ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
-_SPIKE = (2.0**10, 2.0**16)  # largest weight, of the median row's largest: a notice, damage
-_GAIN = (
-    2.0**-12,
-    2.0**9,
-    2.0**16,
-)  # rms times sqrt(K): least and most without a notice; damage above
-_FLOOR = 2.0**-100  # weights under the smallest e8m0 scales
+# largest weight, of the median row's largest
+_SPIKE_NOTICE, _SPIKE_DAMAGE = 2.0**10, 2.0**16
+# rms times sqrt(K): least and most without a notice; damage above
+_MIN_GAIN, _MAX_GAIN, _DAMAGED_GAIN = 2.0**-12, 2.0**9, 2.0**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +43,13 @@ class Matrix:
 
 
 @cache
-def _cells(b_dtype: str, is_symmetric: bool) -> Array:
+def _cells(b_dtype: str, is_symmetric: bool) -> Float32Vector:
     """Return the distance of each code's value to the farther neighbouring value, float32 [2**bits]."""
     table = code_table(b_dtype, is_symmetric)
     ordered = np.unique(table)
     gaps = np.diff(ordered)
     wide = np.maximum(np.append(gaps, gaps[-1]), np.insert(gaps, 0, gaps[0]))
-    found: Array = wide[np.searchsorted(ordered, table)].astype(np.float32)
+    found: Float32Vector = wide[np.searchsorted(ordered, table)].astype(np.float32)
     return found
 
 
@@ -76,14 +73,14 @@ def _signs(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (size, _SIDE), generator=generator).float().mul_(2).sub_(1)
 
 
-def sketch(values: torch.Tensor) -> Array:
+def sketch(values: torch.Tensor) -> Float32Vector:
     """Return a random projection of a matrix to 256 numbers of norm 1, float32; zeros of zeros.
 
     Cosines of sketches are those of the matrices, with a standard deviation of 1/16 times their sine.
     """
     small = (_signs(values.size(0), 0).T @ values @ _signs(values.size(1), 1)).flatten()
     norm = small.norm()
-    found: Array = (small / norm if norm > 0 else small).numpy()
+    found: Float32Vector = (small / norm if norm > 0 else small).numpy()
     return found
 
 
@@ -92,7 +89,7 @@ class Facts:
     """Figures by which experts are compared: root mean square, and the sketch, which is equal for equal matrices."""
 
     rms: float
-    sketch: Array
+    sketch: Float32Vector
 
 
 def facts_of(matrix: Matrix) -> Facts:
@@ -103,51 +100,46 @@ def facts_of(matrix: Matrix) -> Facts:
     return Facts(rms, sketch(matrix.values))
 
 
-def own_faults(matrix: Matrix) -> Iterator[Finding]:
+def own_faults(matrix: Matrix) -> Iterator[CheckFinding]:
     """Yield what the values of a matrix tell alone."""
     values, where = matrix.values, matrix.name
     largest = values.abs().amax(1)
     if not bool(largest.isfinite().all()):
         bad = (~values.isfinite()).nonzero()
         found = f"{len(bad)} of {values.numel()}, the first at {bad[0].tolist()}"
-        yield Finding("nan", "Weights are NaN or infinite.", "finite weights", found, where=where)
+        yield CheckFinding("nan", "Weights are NaN or infinite.", found=found, where=where)
         return
     if matrix.bias is not None and not bool(matrix.bias.isfinite().all()):
-        yield Finding("nan", "A bias is NaN or infinite.", "finite numbers", where=where)
+        yield CheckFinding("nan", "A bias is NaN or infinite.", where=where)
     if not bool(largest.any()):
-        yield Finding(
-            "zero",
-            "All weights are zero.",
-            "an expert that was trained",
-            is_damage=False,
-            where=where,
-        )
+        yield CheckFinding("zero", "All weights are zero.", is_damage=False, where=where)
         return
     if values.numel() > 1 and bool((values == values[0, 0]).all()):
-        found = f"{float(values[0, 0]):.4g} everywhere"
-        yield Finding(
-            "constant", "All weights are the same number.", "different weights", found, where=where
-        )
+        found = f"{float(values[0, 0]):.4g}"
+        yield CheckFinding("constant", "All weights are the same number.", "", found, where=where)
         return
     typical = float(largest[largest > 0].median())
     spike = float(largest.max()) / typical
-    if spike >= _SPIKE[0]:
+    if spike >= _SPIKE_NOTICE:
         row = int(largest.argmax())
-        what = "A row's largest weight is of another magnitude than the other rows'."
-        found = f"{float(largest.max()):.4g} in row {row}, the median row's is {typical:.4g}"
-        expected = f"less than {_SPIKE[0]:.0f} times it"
-        yield Finding("magnitude", what, expected, found, spike >= _SPIKE[1], where)
+        yield CheckFinding(
+            "magnitude",
+            "A row's largest weight is of another magnitude than the other rows'.",
+            f"less than {_SPIKE_NOTICE:.0f} times it",
+            f"{float(largest.max()):.4g} in row {row}, the median row's is {typical:.4g}",
+            spike >= _SPIKE_DAMAGE,
+            where,
+        )
     gain = float(values.norm()) / math.sqrt(values.size(0))  # of unit inputs
-    if not _GAIN[0] <= gain <= _GAIN[1]:
-        what = "The matrix has a magnitude that trained ones do not have: a scale may be inverted or missing."
-        expected = f"outputs of {_GAIN[0]:.2g} to {_GAIN[1]:.0f} times random inputs"
-        yield Finding("magnitude", what, expected, f"{gain:.4g}", gain > _GAIN[2], where)
-    coded = matrix.coded
-    if coded is not None and coded.scale.dtype == torch.float8_e8m0fnu:
-        is_at_floor = bool((coded.scale.view(torch.uint8) == 0).any())
-        if is_at_floor and (num := int(((values != 0) & (values.abs() < _FLOOR)).sum())):
-            what = "Scales at the lower end of e8m0 make weights zero in effect."
-            yield Finding("scale-ends", what, "codes of zero there", f"{num} weights", False, where)
+    if not _MIN_GAIN <= gain <= _MAX_GAIN:
+        yield CheckFinding(
+            "magnitude",
+            "The matrix has a magnitude that trained ones do not have: a scale may be inverted or missing.",
+            f"outputs of {_MIN_GAIN:.2g} to {_MAX_GAIN:.0f} times random inputs",
+            f"{gain:.4g}",
+            gain > _DAMAGED_GAIN,
+            where,
+        )
 
 
 # --- gate and up ---------------------------------------------------------------------------------------------
@@ -161,27 +153,35 @@ _ARRANGEMENTS = {
 }
 
 
-def arrangement(matrices: Mapping[str, Matrix]) -> tuple[str, float, float] | None:
-    """Return the arrangement of gate and up that the norms of their rows show: name, its correlation, the stored one's.
+@dataclass(frozen=True)
+class Arrangement:
+    """An arrangement of gate and up that the norms of their rows show; the name is "" for the stored one.
+
+    correlation: of the norms in this arrangement with those of down's columns. stored: the same as stored.
+    """
+
+    name: str
+    correlation: float
+    stored: float
+
+
+def arrangement(matrices: Mapping[str, Matrix]) -> Arrangement | None:
+    """Return the arrangement of gate and up that the norms of their rows show; None where they show nothing.
 
     An up row may be scaled by any number and the down column by its inverse; training makes their norms alike, and the
-    gate's row has no such partner. The name is "" for the stored arrangement; None where norms show nothing.
+    gate's row has no such partner.
     """
     if matrices.keys() < {"w1", "w3", "w2"}:
         return None
     gate, up = (matrices[role].values.norm(dim=1) for role in ("w1", "w3"))
     down = matrices["w2"].values.norm(dim=0)
-    half = len(up) // 2
-    whole = torch.stack([gate, up], 1).flatten() if not len(up) % 2 else gate
-    stack = torch.cat([gate, up])
     ups = {"": up, "swapped": gate}
-    if len(up) % 2 == 0 and half:
-        ups |= {"halves": stack[1::2], "alternating": whole[len(up) :]}
-    if min(float(x.min()) for x in (gate, up, down)) <= 0:
-        return None
+    if len(up) % 2 == 0:
+        ups["halves"] = torch.cat([gate, up])[1::2]
+        ups["alternating"] = torch.stack([gate, up], 1).flatten()[len(up) :]
     found = {
-        name: float(torch.corrcoef(torch.stack([x.log(), down.log()]))[0, 1])
-        for name, x in ups.items()
+        name: float(torch.corrcoef(torch.stack([norms.log(), down.log()]))[0, 1])
+        for name, norms in ups.items()
     }
     if not all(map(math.isfinite, found.values())):
         return None
@@ -189,21 +189,23 @@ def arrangement(matrices: Mapping[str, Matrix]) -> tuple[str, float, float] | No
     error = _FAR / math.sqrt(len(up))
     if found[best] < error or (best and found[best] - found[""] < max(error, _CLEAR)):
         return None
-    return best, found[best], found[""]
+    return Arrangement(best, found[best], found[""])
 
 
 def arrangement_faults(
-    layer: str, of_experts: Mapping[int, tuple[str, float, float] | None]
-) -> Iterator[Finding]:
+    layer: str, arrangements: Mapping[int, Arrangement | None]
+) -> Iterator[CheckFinding]:
     """Yield the experts of a layer whose gate and up look arranged otherwise; damage where most others do not."""
-    shown = {expert: one for expert, one in of_experts.items() if one is not None}
-    num_right = sum(not name for name, *_ in shown.values())
-    for expert, (name, best, own) in shown.items():
-        if name:
-            found = f"correlation of the row norms with down's columns {own:.2f}, arranged otherwise {best:.2f}"
-            is_damage = num_right >= 3 and num_right >= 0.75 * len(of_experts) and own < best / 3
-            expected = "the larger one as stored"
-            what = f"By their rows' norms {_ARRANGEMENTS[name]}."
-            yield Finding(
-                f"gate-up-{name}", what, expected, found, is_damage, layer=layer, expert=expert
+    num_right = sum(shown is not None and not shown.name for shown in arrangements.values())
+    is_mostly_right = num_right >= 3 and num_right >= 0.75 * len(arrangements)
+    for expert, shown in arrangements.items():
+        if shown is not None and shown.name:
+            yield CheckFinding(
+                f"gate-up-{shown.name}",
+                f"By their rows' norms {_ARRANGEMENTS[shown.name]}.",
+                "the larger one as stored",
+                f"correlation of the row norms with down's columns {shown.stored:.2f}, "
+                f"arranged otherwise {shown.correlation:.2f}",
+                is_mostly_right and shown.stored < shown.correlation / 3,
+                place=MatrixPlace(layer, expert),
             )

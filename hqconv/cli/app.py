@@ -11,10 +11,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-import hqconv
 from hqconv.cli import commands, interrupt
 from hqconv.cli.output import ClosedStream, discard_stdout, print_error, say
 from hqconv.errors import OutputError, RequestError
+from hqconv.version import __version__
 
 # Typer does not export UsageError and contains its own Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -71,7 +71,7 @@ Version = Annotated[bool, typer.Option("--version", help="Show the version and e
 @app.callback(invoke_without_command=True)
 def _root(context: typer.Context, version: Version = False) -> None:
     if version:
-        print(f"hqconv {hqconv.__version__}")
+        print(f"hqconv {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -21,7 +21,6 @@ from hqconv.io.durable_files import output_file, write_whole
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.verification.result import VerificationReport
 
 Document = dict[str, Any]
 
@@ -215,88 +214,37 @@ def verify(
     if json or not (quiet and verified.passed):
         show(verified.to_dict(), json=json)
     if report is not None:
-        _write_page(out, report, verified)
+        from hqconv.cli.page import write_page
+
+        write_page(out, report, verified.to_dict())
         say(f"The page is in {report}.")
     return Result(None, 0 if verified.passed else VerificationError.exit_code)
 
 
-def make_report(
-    out: str | Path,
-    source: str | None = None,
-    *,
-    page: Path | None = None,
-    evaluation: Path | None = None,
-    device: str = "auto",
-    max_memory: str | int = "4GiB",
-    threads: int | None = None,
-    revision: str | None = None,
-    cache_limit: str | None = None,
-    keep_source: bool = False,
-) -> Document:
+def make_report(out: str | Path, *, page: Path | None = None) -> Document:
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
-    out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. evaluation: a document of `hqconv evaluate`; None for that in the model card,
-    if any. The other parameters are those of `hqconv.verify`.
-
-    Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
-    the one of its own digest, and what opening the source raises.
+    out: artifact folder. page: output file; None for OUT.report.html in the current folder.
+    Raises OutputError where the page cannot be written, RequestError where there is no artifact, VerificationError for
+    a damaged manifest.
     """
-    from hqconv.artifact.manifest import read_manifest
-    from hqconv.artifact.model_card import read_evaluation
+    from hqconv.cli.page import write_page
 
     root = Path(out)
-    manifest = read_manifest(
-        root, is_sealed=True
-    )  # refuse a folder without a whole artifact before any work
-    evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
-    place = page or Path(f"{root.resolve().name}.report.html")
-    place = output_file(place, "-o", PAGE, [root])
-    verified = None
-    if source is not None or revision is not None:
-        resources: Document = {
-            "device": device,
-            "max_memory": max_memory,
-            "threads": threads,
-            "revision": revision,
-        }
-        resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-        verified = api.verify(root, source, checks=["weights"], **resources)
-    return _write_page(
-        root, place, verified, evaluation=evaluated, manifest=None if verified else manifest
-    )
-
-
-def _write_page(
-    root: Path, place: Path, verified: VerificationReport | None, **more: Any
-) -> Document:
-    """Write the page to `place` and return its document. more: for `page_document`."""
-    from hqconv.reports.page import page as page_of
-    from hqconv.reports.page import page_document
-
-    checks = None if verified is None else verified.to_dict()
-    results = [] if verified is None else verified.results
-    document = page_document(
-        root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more
-    )
-    write_whole(place.parent, place.name, page_of(document).encode())
-    return {**document, "page": str(place)}
+    path = page or Path(f"{root.resolve().name}.report.html")
+    return write_page(root, output_file(path, "-o", PAGE, [root]))
 
 
 @command(make_report, is_artifact=True)
 def report(**options: Any) -> Result:
-    """Write an HTML report about an artifact: errors, experts, checks, provenance. No network is needed."""
-    document = make_report(**options)
-    checks = document["verification"]
-    return Result(
-        document, 0 if checks is None or checks["passed"] else VerificationError.exit_code
-    )
+    """Write an HTML report about an artifact: facts, errors, worst experts, evaluation. No network is needed."""
+    return Result(make_report(**options))
 
 
 @command(api.evaluate, is_artifact=True)
-def evaluate(*, quiet: bool, **options: Any) -> Result:
+def evaluate(**options: Any) -> Result:
     """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
-    return Result(api.evaluate(**options, announce=None if quiet else say))
+    return Result(api.evaluate(**options))
 
 
 @command(api.check)
@@ -320,30 +268,21 @@ def inspect(**options: Any) -> Result:
     )
 
 
-def list_schemas(
-    *, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None
-) -> Document:
-    """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
+def list_schemas(*, recipes: bool = False, for_gpu: str | None = None) -> Document:
+    """Describe the schemas; with `recipes` the files of the package, with `for_gpu` the schemas for that GPU.
 
-    input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that
-    do not go together.
+    Raises RequestError for an unknown GPU, and for both options.
     """
-    from hqconv.reports.documents import describe_recipes, describe_schemas
-    from hqconv.reports.ranking import rank_schemas
+    from hqconv.reports.documents import describe_gpu, describe_recipes, describe_schemas
 
-    if for_gpu is not None and not recipes:
-        return rank_schemas(for_gpu, input_schema)
-    if for_gpu is not None or input_schema is not None:
-        named = "--input-schema" if for_gpu is None else "--for"
-        raise RequestError(
-            f"{named} is for a ranking of schemas.",
-            where=named,
-            remedy="Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes.",
-        )
+    if recipes and for_gpu is not None:
+        raise RequestError("--recipes and --for exclude each other.", remedy="Give one of the two.")
+    if for_gpu is not None:
+        return describe_gpu(for_gpu)
     return describe_recipes() if recipes else describe_schemas()
 
 
 @command(list_schemas)
 def schemas(**options: Any) -> Result:
-    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
+    """List the weight and activation schemas, those for one GPU, or the recipes that come with hqconv."""
     return Result(list_schemas(**options), is_output=True)

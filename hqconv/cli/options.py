@@ -210,14 +210,6 @@ OPTIONS: dict[str, Option] = {
         int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE
     ),
     "compute_dtype": Option(str, "Dtype of the computation: float32, bfloat16 or float16."),
-    "write_card": Option(
-        bool, "Write the figures into the artifact's model card (README.md).", ("--write-card",)
-    ),
-    "evaluation": Option(
-        Path | None,
-        "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
-        settings=_ANY_PATH,
-    ),
     "page": Option(
         Path | None,
         "Output file.  [default: ./OUT.report.html]",
@@ -234,8 +226,7 @@ OPTIONS: dict[str, Option] = {
     "dry_run": Option(bool, "Print the plan and exit without writing anything.", ("--dry-run",)),
     "for_gpu": Option(
         str | None,
-        "Rank the schemas that run on this GPU (a name or an architecture): by size class in steps of a quarter bit, "
-        "in a class by the error of Gaussian weights, beside measured speeds; and say which to take.",
+        "Show the schemas to take for this GPU (a name or an architecture), and those that run on it.",
         ("--for",),
         settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
     ),
@@ -337,17 +328,6 @@ _HELP_OF = {
         "verify",
         "quiet",
     ): "Print nothing if the artifact passes, otherwise only the findings and errors.",
-    ("report", "revision"): _OF_SOURCE,
-    ("report", "device"): "Device of the check against --source: auto, cuda, cuda:N or cpu.",
-    ("report", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
-    (
-        "report",
-        "threads",
-    ): "Number of threads of the check against --source.  [default: all processors]",
-    (
-        "report",
-        "source",
-    ): "Source checkpoint to check the weights against: a folder or a Hub repo id.",
     (
         "allocate",
         "out",
@@ -395,7 +375,6 @@ _HELP_OF = {
     ("warm", "tp"): "Number of TP ranks of the server of a checkpoint; an artifact has its own.",
     ("warm", "ep"): "Number of EP ranks of the server of a checkpoint; an artifact has its own.",
     ("warm", "kernels"): "Output folder for the kernels of an artifact.  [default: OUT-kernels]",
-    ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
 }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import typer
 
-from hqconv import __version__
 from hqconv.cli import interrupt
 from hqconv.errors import (
     EXIT_BUG,
@@ -29,6 +28,7 @@ from hqconv.errors import (
     printable,
     printable_line,
 )
+from hqconv.version import __version__
 
 JSON_VERSION = (
     1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning

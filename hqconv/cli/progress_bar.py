@@ -22,12 +22,19 @@ from hqconv.cli import interrupt
 from hqconv.cli.output import say
 from hqconv.conversion.stages import Progress
 from hqconv.errors import printable_line
-from hqconv.reports.parts import human_bytes
 
 _PLAIN_INTERVAL_S = 5.0
 _NO_BAR = "\r\x1b[2K\x1b[?25h"  # clear the line and show the cursor
 _BAR_WIDTH = 12
 _FIGURES_WIDTH = _BAR_WIDTH + 34  # of bar, bytes, speed and time
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Format a size in decimal units, e.g. `4.20 GB`."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def human_rate(bytes_per_s: float) -> str:

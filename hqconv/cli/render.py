@@ -1,50 +1,36 @@
-"""Terminal output: documents as tables and short texts."""
+"""Documents as tables and short texts, for the terminal and, as HTML, for the page of a report."""
 
 from __future__ import annotations
 
+import io
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hqconv.artifact.error_summary import summarize_errors
+from hqconv.artifact.error_summary import rank_of_error, summarize_errors
 from hqconv.cli.output import printable_document
-from hqconv.cli.progress_bar import human_rate, human_seconds
-from hqconv.errors import NUM_SHOWN, plural
-from hqconv.reports.parts import (
-    COUNTED,
-    Document,
-    Part,
-    about_gb,
-    artifact_parts,
-    conversion_rows,
-    errors_table,
-    evaluation_parts,
-    facts,
-    figure,
-    gpu_memory_text,
-    human_bytes,
-    layers_table,
-    measured_parts,
-    name_text,
-    ranks_text,
-    schema_text,
-    table,
-    target_text,
-)
-from hqconv.reports.ranking import CALIBRATED, DECODE, PREFILL
+from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
+from hqconv.errors import NUM_SHOWN, first_few, plural
+from hqconv.formats.source_format import PLAIN
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import KERNEL, PROJECTIONS
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
-from hqconv.schemas.options import RTN
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.verification.result import OF_ANOTHER_SOURCE
 
 _WIDE = 500  # columns when stdout is not a terminal: nothing is wrapped
+_PAGE_WIDTH = 140  # columns of a page
 _GAP = 2  # columns of space after a cell
 _NUM_FINDINGS_SHOWN = 20
+_NUM_MEASURED_SHOWN = 10
 
-Parts = Iterator[str | Part | None]  # what is printed, one after the other
+Document = dict[str, Any]
+Shown = Iterator[str | Table]  # printed one after the other
 
 
 class _Console(Console):
@@ -59,231 +45,368 @@ def show(document: Document) -> None:
     console = _Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
-    for part in _PARTS[document["kind"]](printable_document(document)):
-        for shown in _shown(part):
-            console.print(shown)
+    _print(console, document)
 
 
-def _shown(part: str | Part | None) -> Iterator[str | Table]:
-    """Yield what the terminal shows of a part: plots, and tables that the reader of a page opens, are left out."""
-    if isinstance(part, str):
-        yield part
-    elif part is None or part["kind"] in ("plot", "details"):
+def as_html(documents: Iterable[Document]) -> str:
+    """Return documents as the terminal shows them, as escaped HTML for a `pre` element."""
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=_PAGE_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+    for document in documents:
+        _print(console, document)
+        console.print()
+    return console.export_html(code_format="{code}", inline_styles=True)
+
+
+def _print(console: Console, document: Document) -> None:
+    for part in _RENDERERS[document["kind"]](printable_document(document)):
+        console.print(part)
+
+
+def _facts(*rows: tuple[str, Any]) -> Table:
+    """Return labels and values; rows without a value are left out."""
+    table = Table.grid(padding=(0, _GAP))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        if value not in (None, ""):
+            table.add_row(label, str(value))
+    return table
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> Shown:
+    """Yield a caption and a table, nothing without rows. Numbers are right-aligned, long cells folded, never cut."""
+    texts = [[_cell(value) for value in row] for row in rows]
+    if not texts:
         return
-    elif part["kind"] == "facts":
-        shown = Table.grid(padding=(0, _GAP))
-        shown.add_column(style="bold", no_wrap=True)
-        shown.add_column(overflow="fold")
-        for label, value in part["rows"]:
-            shown.add_row(label, str(value))
-        yield shown
-    elif part["kind"] == "table":
-        yield f"\n{part['caption']}" if part["caption"] else ""
-        yield _rows_table(part)
-    else:
-        yield f"\n{part['text']}"
+    yield f"\n{caption}" if caption else ""
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for header, column in zip(headers, zip(*texts, strict=True), strict=True):
+        is_numeric = all(text[:1].isdigit() for text in column)
+        table.add_column(header, justify="right" if is_numeric else "left", overflow="fold")
+    for row in texts:
+        table.add_row(*row)
+    yield table
 
 
-def _rows_table(part: Part) -> Table:
-    """Return a table. Numbers are right-aligned; long cells are folded, never cut."""
-    shown = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-    body = [
-        [figure(cell) if isinstance(cell, float) else str(cell) for cell in row]
-        for row in part["rows"]
-    ]
-    for index, header in enumerate(part["headers"]):
-        is_numeric = all(row[index][:1].isdigit() for row in body)
-        shown.add_column(header, justify="right" if is_numeric else "left", overflow="fold")
-    for row in body:
-        shown.add_row(*row)
-    return shown
+def _cell(value: Any) -> str:
+    """Format a value: floats with four digits, a dash for what is unknown."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:#.4g}" if value else "0"
+    return str(value)
 
 
-# --- the results of commands ---------------------------------------------------------------------------------
+# --- conversions -------------------------------------------------------------------------------------------
 
 
-def _plan(document: Document) -> Parts:
-    mib = {key: f"{document[key] / 2**20:.0f} MiB" for key in ("peak_memory_bytes", "worker_bytes")}
-    workers = f"{plural(document['num_workers'], 'worker')} with at most {mib['worker_bytes']} each"
-    yield facts(
-        (
-            ("source", _source_text(document["source"])),
-            ("family", f"{document['family']} ({document['family_chosen_because']})"),
-            ("schema", schema_text(document["schema"])),
-            *conversion_rows(document),
-            ("for", target_text(document)),
-            ("tensors", _tensors_text(document["tensors"])),
-            ("dropped", _dropped_text(document["tensors"])),
-            (
-                "memory",
-                f"{mib['peak_memory_bytes']}: {workers}, on {document['device']}, plus memory of libraries",
-            ),
-            ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
-            ("", ranks_text(document["rank_bytes"])),
-            ("GPU memory", gpu_memory_text(document)),
-        )
+def _plan(document: Document) -> Shown:
+    peak, worker = (
+        f"{document[key] / 2**20:.0f} MiB" for key in ("peak_memory_bytes", "worker_bytes")
     )
-    yield layers_table(document["blocks"])
-    yield table(("files", "count", "size"), _file_rows(document))
-    yield from (
-        f"\n{kind}: {text}" for kind in ("warning", "note") for text in document[f"{kind}s"]
+    workers = f"{plural(document['num_workers'], 'worker')} with at most {worker} each"
+    yield _facts(
+        ("source", _source_text(document["source"])),
+        ("family", _family_text(document)),
+        ("schema", _schema_text(document["schema"])),
+        *_conversion_rows(document),
+        ("for", _target_text(document)),
+        ("tensors", _tensors_text(document["tensors"])),
+        ("dropped", _dropped_text(document["tensors"])),
+        ("memory", f"{peak}: {workers}, on {document['device']}, plus memory of libraries"),
+        ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
+        ("", _ranks_text(document["rank_bytes"])),
     )
+    yield from _layers(document["blocks"])
+    for kind in ("warning", "note"):
+        for text in document[f"{kind}s"]:
+            yield f"\n{kind}: {text}"
     yield "\nDry run: nothing was written."
 
 
-def _file_rows(document: Document) -> list[tuple[str, int, str]]:
-    """Rows of the output files: rank files in one row, ordinary shards in another."""
-    kinds: dict[str, list[int]] = {}
-    for file in document["files"]:
-        folder = file["path"].rpartition("/")[0]
-        kind = f"{folder.split('/')[0]}/tpT-epP/*.safetensors" if folder else "*.safetensors"
-        kinds.setdefault(kind, []).append(file["size_bytes"])
-    rows = [(kind, len(sizes), human_bytes(sum(sizes))) for kind, sizes in kinds.items()]
-    return (
-        [*rows, ("copied from the source", len(document["other_files"]), "")]
-        if document["other_files"]
-        else rows
+def _summary(document: Document) -> Shown:
+    num_in, num_out = document["num_bytes_in"], document["num_bytes_out"]
+    seconds = document["seconds"]
+    time = [human_seconds(seconds), plural(document["num_workers"], "worker")]
+    if not document["num_groups_resumed"]:
+        time.insert(1, human_rate(num_in / max(seconds, 1e-9)))
+    size = f"{human_bytes(num_in)} → {human_bytes(num_out)} ({num_out / max(num_in, 1):.3f})"
+    yield _facts(
+        ("schema", f"{document['schema']}, {document['layout']} layout"),
+        *_conversion_rows(document),
+        ("layers", f"{document['num_blocks']}, for {plural(document['num_ranks'], 'rank')}"),
+        ("size", size),
+        ("resumed", _resumed_text(document)),
+        ("time", ", ".join(time)),
     )
-
-
-def _summary(document: Document) -> Parts:
-    num_in, num_out, seconds = (
-        document[key] for key in ("num_bytes_in", "num_bytes_out", "seconds")
-    )
-    speed = "" if document["num_groups_resumed"] else f"{human_rate(num_in / max(seconds, 1e-9))}, "
-    yield facts(
-        (
-            ("schema", f"{document['schema']}, {document['layout']} layout"),
-            *conversion_rows(document),
-            ("layers", f"{document['num_blocks']}, for {plural(document['num_ranks'], 'rank')}"),
-            (
-                "size",
-                f"{human_bytes(num_in)} → {human_bytes(num_out)} ({num_out / max(num_in, 1):.3f})",
-            ),
-            ("resumed", _resumed_text(document)),
-            (
-                "time",
-                f"{human_seconds(seconds)}, {speed}{plural(document['num_workers'], 'worker')}",
-            ),
-        )
-    )
-    yield errors_table(summarize_errors(document["errors"]))
+    yield from _errors(summarize_errors(document["errors"]))
     if document["evaluation"] is not None:
-        yield from evaluation_parts(document["evaluation"])
+        yield _evaluation_facts(document["evaluation"])
+    out = document["out"]
     yield f"\nsha256 of hqconv.json: {document['manifest_sha256']}"
-    yield f"The artifact is in {document['out']}; see it with: hqconv inspect {shlex.quote(document['out'])}"
-    if (
-        document["serve_command"]
-        and not document.get("over_max_error")
-        and not document.get("over_max_kl")
-    ):
+    yield f"The artifact is in {out}; see it with: hqconv inspect {shlex.quote(out)}"
+    is_over_limit = document.get("over_max_error") or document.get("over_max_kl")
+    if document["serve_command"] and not is_over_limit:
         yield f"Serve it with: {document['serve_command']}"
 
 
-def _source(document: Document) -> Parts:
-    dtypes = ", ".join(
-        f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items()
-    )
-    rows = [
-        ("source", _source_text(document)),
-        ("model type", document["model_type"]),
-        ("dtypes", dtypes),
-        ("quantization", document["quant_method"]),
+def _resumed_text(document: Document) -> str:
+    """Return the work that an earlier run had finished."""
+    if document["was_finished"]:
+        return "the artifact was already finished: nothing to do"
+    if document["replaced_because"]:
+        return f"an artifact was there and is replaced: {document['replaced_because']}"
+    num_units = document["num_groups_resumed"]
+    return f"already finished: {plural(num_units, 'output unit')}" if num_units else ""
+
+
+_MEANINGS = {
+    "direct": "direct: codes and scales kept",
+    "direct, scales rounded": "direct, scales rounded: codes kept, scales in the parameter dtype",
+    "requantized": "requantized from exactly decoded float32",
+}
+
+
+def _conversion_rows(document: Document) -> list[tuple[str, str]]:
+    """Return rows that a plan, a summary and an artifact share: exceptions, encoding, what requantizing did."""
+    exceptions = [
+        f"{schema} in {plural(len(layers), 'layer')}"
+        for schema, layers in document["otherwise"].items()
     ]
-    if not document["convertible"]:
-        yield facts((*rows, ("convertible", f"no: {document['obstacle']}")))
-        return
-    heads = {"num_heads": "heads", "num_kv_heads": "KV heads"}
-    yield facts(
-        (
-            *rows,
-            ("family", f"{document['family']} ({document['family_chosen_because']})"),
-            ("direct", ", ".join(document["direct_schemas"])),
-            ("tensors", _tensors_text(document["tensors"])),
-            ("dropped", _dropped_text(document["tensors"])),
-            (
-                "attention",
-                ", ".join(f"{count} {heads[key]}" for key, count in document["attention"].items()),
-            ),
-        )
-    )
-    yield layers_table(document["blocks"])
-    by_sizes: dict[tuple[str, str], list[str]] = {}
-    for name, sizes in document["tp_sizes"].items():
-        dealt = document["tp_sizes_of_groups"][name]
-        by_sizes.setdefault(
-            (", ".join(map(str, sizes)) or "none", ", ".join(map(str, dealt))), []
-        ).append(name)
-    headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
-    yield table(headers, ((", ".join(names), *sizes) for sizes, names in by_sizes.items()))
-    yield from _gpu_memory(document["gpu_memory"], document["gpu_memory_of_groups"])
-    yield from (f"\nwarning: {text}" for text in document["warnings"])
+    if document["left_blocks"]:
+        exceptions.append(f"{plural(len(document['left_blocks']), 'layer')} left as in the source")
+    conversions = [
+        f"{_MEANINGS.get(kind, kind)} ({plural(count, 'layer')})"
+        for kind, count in document["conversion"].items()
+    ]
+    rows = [("but", "; ".join(exceptions)), ("conversion", "; ".join(conversions))]
+    calibration = document["calibration"]
+    if calibration is not None:
+        text = f"{calibration['name']} (sha256 {calibration['sha256'][:12]}…)"
+        tokens = f"{calibration['num_tokens']} tokens of {text} on {calibration['device']}"
+        rows.append(("quantizer", f"gptq: calibrated with {tokens}"))
+    elif document["quantizer"] == "mse":
+        rows.append(("quantizer", "mse: scales of the least squared error"))
+    changes = document.get("largest_scale_change")
+    if changes:
+        text = ", ".join(f"{change:.3%} ({role})" for role, change in changes.items())
+        rows.append(("scales", f"rounded, changed by at most {text}"))
+    counts = document.get("requantized", {})
+    if counts.get("num_groups"):
+        matrices = plural(counts["num_matrices"], "matrix", "matrices")
+        exact = f"{counts['num_exact_groups']} of {counts['num_groups']}"
+        text = f"{matrices}; {exact} requantized scale groups are without any error"
+        rows.append(("requantized", text))
+    return rows
 
 
-def _gpu_memory(
-    even: Mapping[str, Mapping[str, int]], of_groups: Mapping[str, Mapping[str, int]]
-) -> Parts:
-    """The weights on each GPU by schema and TP size; sizes that need `--tp-split groups` are marked."""
-    sizes = sorted(
-        {int(tp) for of_schema in (*even.values(), *of_groups.values()) for tp in of_schema}
-    )
-    sizes = [size for size in sizes if size & (size - 1) == 0]
-    if not sizes:
-        return
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, of_schema in even.items():
-        shown = {tp: about_gb(size) for tp, size in of_schema.items()}
-        shown |= {tp: f"{about_gb(size)} *" for tp, size in of_groups.get(name, {}).items()}
-        rows.setdefault(tuple(shown.get(str(tp), "-") for tp in sizes), []).append(name)
-    headers = ("weights on each GPU", *(f"--tp {tp}" for tp in sizes))
-    yield table(headers, ((", ".join(names), *cells) for cells, names in rows.items()))
-    if any(cell.endswith("*") for cells in rows for cell in cells):
-        yield "* with --tp-split groups"
-    gpus = ", ".join(f"{name} {GPUS[name].memory_gb} GB" for name in SHOWN_GPUS)
-    yield f"{COUNTED}\nGPUs: {gpus}."
-
-
-def _part(document: Document) -> Parts:
-    missing, at_work = document["missing"], document["parts_at_work"]
-    yield facts(
-        (
-            ("part", document["part"]),
-            ("missing", f"{len(missing)} of {plural(document['num_units'], 'output unit')}"),
-            ("at work", f"part {', part '.join(at_work)}" if at_work else "no other part"),
-            ("what to do", "Convert the other parts; the last one finishes the artifact."),
-        )
+def _part(document: Document) -> Shown:
+    missing, parts_at_work = document["missing"], document["parts_at_work"]
+    yield _facts(
+        ("part", document["part"]),
+        ("missing", f"{len(missing)} of {plural(document['num_units'], 'output unit')}"),
+        ("at work", f"part {', part '.join(parts_at_work)}" if parts_at_work else "no other part"),
+        ("what to do", "Convert the other parts; the last one finishes the artifact."),
     )
     yield f"{document['out']} is no artifact yet."
 
 
-def _unfinished(document: Document) -> Parts:
+def _unfinished(document: Document) -> Shown:
     yield f"{document['folder']} holds an unfinished conversion, not an artifact yet."
-    done = plural(document["num_groups_done"], "output unit")
-    yield facts((("finished", done), ("what to do", document["remedy"])))
+    count = plural(document["num_groups_done"], "output unit")
+    yield _facts(("finished", count), ("what to do", document["remedy"]))
 
 
-def _report(document: Document) -> Parts:
-    """Checks, findings and measurements, and a final PASS or FAIL line with the reason."""
+def _allocation(document: Document) -> Shown:
+    chosen = document["chosen"]
+    limit = human_bytes(document["budget"]["limit_bytes"])
+    size = human_bytes(chosen["size_bytes"])
+    yield _facts(
+        ("budget", f"{limit} of the experts' tensors"),
+        ("chosen", f"{size}, {chosen['bits_per_weight']:.4f} bits per weight"),
+        ("loss", _cell(chosen["loss"])),
+    )
+    uniform = [
+        (name, point["bits_per_weight"], human_bytes(point["size_bytes"]), point["loss"])
+        for name, point in document["uniform"].items()
+    ]
+    yield from _table(("one schema for all", "bits per weight", "size", "loss"), uniform)
+    gemms = [
+        (f"{layer}: {gemm}", choice["chosen"], human_bytes(choice["size_bytes"]), choice["loss"])
+        for layer, choices in document["layers"].items()
+        for gemm, choice in choices.items()
+    ]
+    yield from _table(("GEMM", "schema", "size", "loss"), gemms)
+    yield f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}"
+
+
+# --- sources and artifacts ---------------------------------------------------------------------------------
+
+
+def _source(document: Document) -> Shown:
+    dtypes = [f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items()]
+    rows = [
+        ("source", _source_text(document)),
+        ("model type", document["model_type"]),
+        ("dtypes", ", ".join(dtypes)),
+        ("quantization", document["quant_method"]),
+    ]
+    if not document["convertible"]:
+        yield _facts(*rows, ("convertible", f"no: {document['obstacle']}"))
+        return
+    labels = {"num_heads": "heads", "num_kv_heads": "KV heads"}
+    heads = [f"{count} {labels[key]}" for key, count in document["attention"].items()]
+    yield _facts(
+        *rows,
+        ("family", _family_text(document)),
+        ("direct", ", ".join(document["direct_schemas"])),
+        ("tensors", _tensors_text(document["tensors"])),
+        ("dropped", _dropped_text(document["tensors"])),
+        ("attention", ", ".join(heads)),
+    )
+    yield from _layers(document["blocks"])
+    schemas: dict[tuple[str, str], list[str]] = {}
+    for name, sizes in document["tp_sizes"].items():
+        further = [size for size in document["tp_sizes_of_groups"][name] if size not in sizes]
+        key = (", ".join(map(str, sizes)) or "none", ", ".join(map(str, further)))
+        schemas.setdefault(key, []).append(name)
+    headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
+    yield from _table(headers, ((", ".join(names), *sizes) for sizes, names in schemas.items()))
+    yield from _warnings(document)
+
+
+def _artifact(document: Document) -> Shown:
+    missing = document["missing_or_resized_files"]
+    damage = f"{plural(len(missing), 'file')} missing or resized: {first_few(missing)}"
+    size = f"{plural(document['num_files'], 'file')}, {human_bytes(document['num_bytes'])}"
+    versions = f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}"
+    yield _facts(
+        ("artifact", f"{document['folder']}: {size}"),
+        ("source", _name_text(document["source"])),
+        ("family", document["family"]),
+        ("schema", _schema_text(document["schema"])),
+        *_conversion_rows(document),
+        ("for", _target_text(document)),
+        ("experts", _ranks_text(document["rank_bytes"])),
+        ("tensors", ", ".join(f"{count} {kind}" for kind, count in document["tensors"].items())),
+        ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
+        ("made by", versions),
+        ("manifest", f"sha256 {document['manifest_sha256']}"),
+        ("damaged", damage if missing else ""),
+        ("altered", document["altered_manifest"]),
+    )
+    yield from _layers(document["blocks"])
+    yield from _errors(document["quantization_error"])
+    yield from _warnings(document)
+
+
+def _layers(runs: Iterable[Mapping[str, Any]]) -> Shown:
+    """Yield the table of MoE layers, one row for layers of the same shape (`documents.layer_runs`)."""
+    keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k")
+    rows = []
+    for run in runs:
+        activation, is_gated = Activation.from_dict(run), bool(run["gated"])
+        remarks = ["gated"] if is_gated else []
+        if not activation.is_known(is_gated):
+            remarks.append("known by name only")
+        is_plain = run["source_format"] == PLAIN.name
+        stored_as = run["source_dtype"] if is_plain else run["source_format"]
+        rows.append([*(run[key] for key in keys), activation.describe(*remarks), stored_as])
+    sizes = ("layers", "count", "experts", "hidden", "intermediate", "top-k")
+    yield from _table((*sizes, "activation", "stored as"), rows)
+
+
+def _errors(summary: Mapping[str, Mapping[str, Any]]) -> Shown:
+    """Yield the table of `summarize_errors`: relative errors over all layers."""
+    headers = ("relative error", "smallest", "median", "largest", "worst layer")
+    keys = ("min", "median", "max", "worst_block")
+    rows = [
+        (PROJECTIONS.get(role, role), *(error[key] for key in keys))
+        for role, error in summary.items()
+    ]
+    yield from _table(headers, rows)
+
+
+def _warnings(document: Document) -> Shown:
+    for text in document["warnings"]:
+        yield f"\nwarning: {text}"
+
+
+# --- checks ------------------------------------------------------------------------------------------------
+
+
+def _report(document: Document) -> Shown:
+    """Yield checks, findings and measurements, and a final PASS or FAIL line with the reason."""
     checks = document["checks"]
     for name, check in checks.items():
         reason = f": {check['skipped_because']}" if check["skipped_because"] else ""
         yield f"{name:8} {check['status'].upper()} in {human_seconds(check['seconds'])}{reason}"
-        yield from (f"         {note}" for note in check["notes"])
+        for note in check["notes"]:
+            yield f"         {note}"
         yield from _findings(check["findings"])
     for name, check in checks.items():
-        yield from measured_parts(name, check["measured"])
+        yield from _measured(name, check["measured"])
     yield f"\n{_verdict(document)}"
 
 
+_COLUMNS = {  # check → caption of its measurements; key → header
+    "weights": (
+        "Decoded weights against the source",
+        {"relative_error": "relative error", "sqnr_db": "SQNR (dB)", "cosine": "cosine"},
+    ),
+    "kernel": (
+        "GPU kernel: relative errors",
+        {
+            "kernel": "kernel against decoded weights",
+            "rounded_kernel": "against rounded activations",
+            "channel": "worst channel",
+            "batch": "worst batch",
+            "against_source": "output against the source's",
+            "routed_by": "tokens routed by",
+        },
+    ),
+}
+
+
+def _measured(check: str, measured: Mapping[str, Any]) -> Shown:
+    """Yield the table of a check's measurements, the largest errors first."""
+    if check not in _COLUMNS:
+        return
+    caption, columns = _COLUMNS[check]
+    figures_of = dict(measured)
+    if check == "weights":
+        figures_of = {
+            f"{layer}, {PROJECTIONS.get(role, role)}": figures
+            for layer, projections in measured.items()
+            for role, figures in projections.items()
+        }
+    first_key, *_ = columns
+    names = [name for name, figures in figures_of.items() if first_key in figures]
+    names.sort(key=lambda name: -rank_of_error(figures_of[name][first_key]))
+    if len(names) > _NUM_MEASURED_SHOWN:
+        caption += f": the {_NUM_MEASURED_SHOWN} largest errors of {len(names)}"
+    rows = [
+        (name, *(figures_of[name].get(key) for key in columns))
+        for name in names[:_NUM_MEASURED_SHOWN]
+    ]
+    yield from _table(("layer", *columns.values()), rows, caption)
+
+
 def _verdict(document: Document) -> str:
-    """PASS or FAIL with the reason, on one line."""
+    """Return PASS or FAIL with the reason, on one line."""
     names: dict[str, list[str]] = {"pass": [], "fail": [], "skipped": []}
     for name, check in document["checks"].items():
         names[check["status"]].append(name)
     if names["fail"]:
-        return "FAIL  " + "; ".join(
-            f"{name}: {_first(document['checks'][name])}" for name in names["fail"]
-        )
+        reasons = [f"{name}: {_first(document['checks'][name])}" for name in names["fail"]]
+        return f"FAIL  {'; '.join(reasons)}"
     if not document["passed"]:
         return "FAIL  no check could run"
     against = f" against {document['source']}" if document.get("source") else ", without the source"
@@ -297,74 +420,90 @@ def _first(check: Document) -> str:
     return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
 
 
-def _findings(findings: list[Document]) -> Parts:
-    is_other = bool(findings) and findings[0]["what"] in OF_ANOTHER_SOURCE
-    num_shown = 1 if is_other else _NUM_FINDINGS_SHOWN
+def _findings(findings: list[Document]) -> Shown:
+    num_shown = _NUM_FINDINGS_SHOWN
+    if findings and findings[0]["what"] in OF_ANOTHER_SOURCE:
+        num_shown = 1  # the others follow from it
     for finding in findings[:num_shown]:
         yield f"  ✗ {finding['where']}: {finding['what']}"
-        yield from (
-            f"      {label}: {finding[label]}" for label in ("expected", "found") if finding[label]
-        )
+        for label in ("expected", "found"):
+            if finding[label]:
+                yield f"      {label}: {finding[label]}"
     if len(findings) > num_shown:
-        yield f"  … {len(findings) - num_shown} more{' that follow from it' * is_other}; --json lists all"
+        yield f"  … {len(findings) - num_shown} more; --json lists all"
 
 
-def _checkup(document: Document) -> Parts:
-    """Damage, notices, the layers furthest from the original, and a final line."""
+def _checkup(document: Document) -> Shown:
+    """Yield damage, notices, the layers furthest from the original, and a final line."""
     rows = [("checkpoint", document["checkpoint"]), ("against", document["against"])]
     if "family" in document:
         experts = plural(document["num_experts"], "expert")
-        layers = f"{document['num_layers']} of {plural(document['num_all_layers'], 'MoE layer')}, {experts}"
-        formats = "\n".join(document["source_format"])
-        rows += [("family", document["family"]), ("format", formats), ("checked", layers)]
-    yield facts([(label, value) for label, value in rows if value])
+        layers = f"{document['num_layers']} of {plural(document['num_all_layers'], 'MoE layer')}"
+        rows.append(("family", document["family"]))
+        rows.append(("format", "\n".join(document["source_format"])))
+        rows.append(("checked", f"{layers}, {experts}"))
+    yield _facts(*rows)
     yield from _findings(document["damage"])
-    yield from (
-        f"\nnotice: {one['what']}{_place(one)}" for one in document["notices"][:_NUM_FINDINGS_SHOWN]
-    )
+    for notice in document["notices"][:_NUM_FINDINGS_SHOWN]:
+        remarks = [f" ({notice[key]})" for key in ("where", "found") if notice[key]]
+        yield f"\nnotice: {notice['what']}{''.join(remarks)}"
     errors = [
-        (layer, role, one) for layer, of in document["errors"].items() for role, one in of.items()
+        (f"{layer}, {role}", error)
+        for layer, projections in document["errors"].items()
+        for role, error in projections.items()
     ]
     errors.sort(
-        key=lambda one: -one[2]["worst_relative_error"] / max(one[2]["rounding_error"], 1e-9)
+        key=lambda row: -row[1]["worst_relative_error"] / max(row[1]["rounding_error"], 1e-9)
     )
-    headers = (
-        "the furthest from the original",
-        "relative error",
-        "by rounding",
-        "nearest codes",
-        "worst expert",
-    )
-    cells = [
-        (
-            f"{layer}, {role}",
-            one["relative_error"],
-            one["rounding_error"],
-            "–" if one["nearest_codes"] is None else f"{one['nearest_codes']:.2%}",
-            f"{one['worst_expert']}: {figure(one['worst_relative_error'])}",
-        )
-        for layer, role, one in errors[:_NUM_FINDINGS_SHOWN]
-    ]
-    yield table(headers, cells) if cells else None
-    count, against = (
-        len(document["damage"]),
-        f" against {document['against']}" * bool(document["against"]),
-    )
+    cells = []
+    for name, error in errors[:_NUM_FINDINGS_SHOWN]:
+        nearest = error["nearest_codes"]
+        share = None if nearest is None else f"{nearest:.2%}"
+        worst = f"{error['worst_expert']}: {_cell(error['worst_relative_error'])}"
+        cells.append((name, error["relative_error"], error["rounding_error"], share, worst))
+    headers = ("relative error", "by rounding", "nearest codes", "worst expert")
+    yield from _table(("the furthest from the original", *headers), cells)
+    count = len(document["damage"])
     verdict = f"DAMAGED  {plural(count, 'finding')}" if count else "PASS  no damage"
+    against = f" against {document['against']}" if document["against"] else ""
     yield f"\n{verdict}{against}, {plural(len(document['notices']), 'notice')}"
 
 
-def _place(finding: Document) -> str:
-    return "".join(f" ({text})" for text in (finding["where"], finding["found"]) if text)
+def _evaluation(document: Document) -> Shown:
+    yield _evaluation_facts(document)
+    yield from _warnings(document)
 
 
-def _page(document: Document) -> Parts:
-    if document["verification"] is not None:
-        yield "PASS" if document["verification"]["passed"] else "FAIL  the page lists the findings"
+def _evaluation_facts(document: Document) -> Table:
+    kl = document["kl"]
+    error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
+    perplexity, nll = document["perplexity"], document["mean_nll"]
+    context = f"{document['context_length']} tokens"
+    return _facts(
+        ("evaluated", f"{document['artifact']}, {document['schema']}"),
+        ("source", document["source"]["name"]),
+        ("text", f"{document['text']['name']}: {document['num_predictions']} predicted tokens"),
+        ("context", f"{context}, in transformers {document['transformers_version']}"),
+        ("dtype", f"{document['compute_dtype']}; activations were not quantized"),
+        ("perplexity", f"{perplexity['source']:.4f} → {perplexity['artifact']:.4f}"),
+        ("log-likelihood", f"{-nll['source']:.5f} → {-nll['artifact']:.5f} nats per token"),
+        ("KL divergence", f"{kl['mean']:.3g}{error} nats per token"),
+        (
+            "",
+            f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}",
+        ),
+        ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
+    )
+
+
+def _page(document: Document) -> Shown:
     yield f"The page is in {document['page']}."
 
 
-def _push(document: Document) -> Parts:
+# --- publishing, kernels -----------------------------------------------------------------------------------
+
+
+def _push(document: Document) -> Shown:
     if not document["num_files"]:
         yield f"{document['repo']} already holds the artifact, at commit {document['commit']}."
         return
@@ -373,209 +512,113 @@ def _push(document: Document) -> Parts:
     yield f"sha256 of hqconv.json: {document['manifest_sha256']}"
 
 
-def _publication(document: Document) -> Parts:
-    """The steps that ran, and a last line about the repo."""
+def _publication(document: Document) -> Shown:
+    """Yield the steps that ran, and a last line about the repo."""
     place = document["repo"] + (f", branch {document['branch']}," if document["branch"] else "")
     if document["was_published"]:
         yield f"{place} holds the artifact of this request and source, at commit {document['commit']}."
         yield "Nothing to do."
         return
-    steps: tuple[tuple[str, Callable[[Document], Parts]], ...] = (
-        ("converted", _summary),
-        ("verified", _report),
-        ("pushed", _push),
-    )
-    for key, parts in steps:
+    steps = {"converted": _summary, "verified": _report, "pushed": _push}
+    for key, render_step in steps.items():
         if document[key] is not None:
-            yield from parts(document[key])
+            yield from render_step(document[key])
             yield ""
     if document["commit"] is None:
         yield f"Nothing was published to {place}."
 
 
-def _allocation(document: Document) -> Parts:
-    chosen, headers = document["chosen"], ("bits per weight", "size", "loss")
-    limit = human_bytes(document["budget"]["limit_bytes"])
-    yield facts(
-        (
-            ("budget", f"{limit} of the experts' tensors"),
-            (
-                "chosen",
-                f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight",
-            ),
-            ("loss", figure(chosen["loss"])),
-        )
-    )
-    of_names = document["uniform"].items()
-    uniform = [
-        (name, one["bits_per_weight"], human_bytes(one["size_bytes"]), one["loss"])
-        for name, one in of_names
-    ]
-    yield table(("one schema for all", *headers), uniform)
-    rows = [
-        (f"{layer}: {gemm}", one["chosen"], human_bytes(one["size_bytes"]), one["loss"])
-        for layer, of in document["layers"].items()
-        for gemm, one in of.items()
-    ]
-    yield table(("GEMM", "schema", "size", "loss"), rows)
-    yield f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}"
-
-
-def _warm(document: Document) -> Parts:
-    left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
-    yield facts(
-        (
-            (
-                "kernels",
-                f"{document['num_kernels']} needed, {document['num_compiled']} compiled now",
-            ),
-            (
-                "for",
-                f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}; {document['asking']['gemm_type']}",
-            ),
-            ("compiler", document["compiler"]),
-            (
-                "left out",
-                f"activation {left_out}: compiled at the first start of the server"
-                if left_out
-                else "",
-            ),
-            ("size", human_bytes(document["num_bytes"])),
-            ("time", human_seconds(document["seconds"])),
-        )
-    )
+def _warm(document: Document) -> Shown:
+    yield _warm_facts(document, [f"activation {name}" for name in document["activations_left_out"]])
     yield f"\nThe kernels are in {document['folder']}."
     if document["not_signed_because"]:
         yield f"They are not signed: {document['not_signed_because']}"
-        yield f"Start the server with {document['variable']} to use them."
     elif document["variable"].endswith("=1"):  # the folder beside the artifact
         yield f"A server of this user takes them by itself, any other with {document['variable']}."
-    else:
-        yield f"Start the server with {document['variable']} to use them."
+        return
+    yield f"Start the server with {document['variable']} to use them."
 
 
-def _warm_checkpoint(document: Document) -> Parts:
-    gpu = document["gpu"]
-    yield facts(
-        (
-            (
-                "kernels",
-                f"{document['num_kernels']} needed, {document['num_compiled']} compiled now",
-            ),
-            ("of", ", ".join(document["layers"])),
-            (
-                "left out",
-                ", ".join(f"{name} ({why})" for name, why in document["left_out"].items()),
-            ),
-            ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}"),
-            ("time", human_seconds(document["seconds"])),
-        )
-    )
+def _warm_checkpoint(document: Document) -> Shown:
+    yield _warm_facts(document, [f"{name} ({why})" for name, why in document["left_out"].items()])
     yield f"\nThe kernels are in Humming's cache, {document['folder']}: a server of this installation finds them there."
 
 
-def _schemas(document: Document) -> Parts:
-    """The weight presets, the shorthands and the activation schemas."""
-    yield table(
-        (
-            "schema",
-            "bits per weight",
-            "description",
-            f"--layout checkpoint runs in {ENGINE.release}",
-        ),
-        (
-            (one["name"], f"{one['bits_per_weight']:g}", one["description"], _served_text(one))
-            for one in document["presets"]
-        ),
+def _warm_facts(document: Document, left_out: list[str]) -> Table:
+    gpu = document["gpu"]
+    return _facts(
+        ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
+        ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}"),
+        ("left out", ", ".join(left_out)),
+        ("time", human_seconds(document["seconds"])),
     )
-    for short in (document["shorthand"], document["scaled_shorthand"], document["pair_shorthand"]):
-        yield f"\n{short['name']}: {short['description']}"
-        rows = (
-            ("  bits per weight", short["bits_per_weight"]),
-            (f"  in {ENGINE.name}", short["stock_vllm"]),
+
+
+# --- schemas -----------------------------------------------------------------------------------------------
+
+
+def _schemas(document: Document) -> Shown:
+    """Yield the weight presets, the shorthands and the activation schemas."""
+    presets = []
+    for preset in document["presets"]:
+        dtypes = preset["stock_vllm_param_dtypes"]
+        served = f"with {' or '.join(dtypes)} only"
+        if not dtypes:
+            served = f"no: {preset['stock_vllm_obstacle']}"
+        elif len(dtypes) == len(PARAM_DTYPES):
+            served = "yes"
+        bits = f"{preset['bits_per_weight']:g}"
+        presets.append((preset["name"], bits, preset["description"], served))
+    headers = ("schema", "bits per weight", "description")
+    yield from _table((*headers, f"--layout checkpoint runs in {ENGINE.release}"), presets)
+    for shorthand in document["shorthands"]:
+        yield f"\n{shorthand['name']}: {shorthand['description']}"
+        yield _facts(
+            ("  bits per weight", shorthand["bits_per_weight"]),
+            (f"  in {ENGINE.name}", shorthand["stock_vllm"]),
         )
-        yield facts(rows)
     yield "\nFILE.toml: the fields of Humming's HummingWeightSchema.\n"
-    yield table(
-        ("--input-schema", "description", "targets", "weight schemas"),
-        (
-            (
-                one["name"],
-                one["description"],
-                targets_text(one["targets"]),
-                "every schema above"
-                if len(one["schemas"]) == len(PRESETS)
-                else ", ".join(one["schemas"]),
-            )
-            for one in document["input_schemas"]
-        ),
-    )
+    inputs = []
+    for schema in document["input_schemas"]:
+        runs_all = len(schema["schemas"]) == len(PRESETS)
+        schemas = "every schema above" if runs_all else ", ".join(schema["schemas"])
+        inputs.append(
+            (schema["name"], schema["description"], ", ".join(schema["targets"]), schemas)
+        )
+    yield from _table(("--input-schema", "description", "targets", "weight schemas"), inputs)
     yield "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
 
 
-def _recipes(document: Document) -> Parts:
+def _gpu(document: Document) -> Shown:
+    """Yield the recommended schemas for a GPU, the command, and what runs with each input schema."""
+    yield _facts(
+        ("GPU", f"{document['gpu']} ({document['target']})"),
+        ("schema", document["schema"]),
+        ("with fp8 activations", document["fp8_schema"] or "fp8 activations do not run"),
+        ("command", document["command"]),
+    )
+    rows = [(name, ", ".join(schemas)) for name, schemas in document["runs"].items() if schemas]
+    yield from _table(("--input-schema", "schemas that run"), rows)
+
+
+def _recipes(document: Document) -> Shown:
     rows = [
-        (one["option"], one["description"])
-        for key in ("recipes", "schemas")
-        for one in document[key]
+        (recipe["option"], recipe["description"])
+        for recipe in (*document["recipes"], *document["schemas"])
     ]
-    yield table(("option of convert", "description"), rows)
+    yield from _table(("option of convert", "description"), rows)
     yield f"\nThe files are in {document['folder']}. A file of the same name in the current folder takes precedence."
 
 
-def _ranking(document: Document) -> Parts:
-    """The schemas for one GPU in their order, the recommended one, and the refused ones."""
-    gpu, target = document["gpu"], document["target"]
-    named = target if gpu == target else f"{gpu} ({target})"
-    pair = f"{document['input_schema']} activations and {document['dtype']} parameters"
-    yield f"Schemas on {named} with {pair}. {document['rule']}\n"
-    rows, before = [], None
-    for one in document["schemas"]:
-        times, kl, size = one["microseconds"], one["divergence"], one["size_class"]
-        rows.append(
-            (
-                "" if size == before else f"up to {size:g}",
-                one["name"] + " *" * (one["caution"] is not None),
-                f"{one['bits_per_weight']:.4g}",
-                *(f"{kl[how]['kl']:.4f}" if how in kl else "–" for how in (RTN, CALIBRATED)),
-                f"{one['errors']['gaussian'][RTN]:.4f}",
-                *(
-                    f"{times[str(count)]:.0f}" if str(count) in times else "–"
-                    for count in (DECODE, PREFILL)
-                ),
-            )
-        )
-        before = size
-    columns = ("bits", "schema", "stored", "KL, rtn", "KL, calibrated", "error, rtn")
-    yield table((*columns, f"{DECODE} tokens, µs", f"{PREFILL} tokens, µs"), rows)
-    yield from (
-        f"* {text}" for text in dict.fromkeys(one["caution"] for one in document["schemas"]) if text
-    )
-    if document["recommended"] is not None:
-        yield f"\nTake {document['recommended']}. {document['reason']}"
-    yield f"\n{_speed_text(document['speed'], gpu)}"
-    if document["refused"]:
-        yield f"Do not run so: {', '.join(document['refused'])} (--json has the reasons)."
-
-
-def _speed_text(run: Document | None, gpu: str) -> str:
-    """Origin of the speeds of a ranking, and whether it is another GPU model than the one asked for."""
-    if run is None:
-        return "Speeds were not measured on this architecture (–)."
-    other = "" if run["gpu_name"] == gpu else " Another GPU of the architecture has other speeds."
-    origin = f"{run['gpu']}, {run['date']}, {run['source']}"
-    return f"Speeds: {origin}; {run['timed']} ({run['model']}). – was not measured.{other}"
-
-
-_PARTS: dict[str, Callable[[Document], Parts]] = {
+_RENDERERS: dict[str, Callable[[Document], Shown]] = {
     "plan": _plan,
     "summary": _summary,
     "part": _part,
     "source": _source,
-    "artifact": lambda document: iter(artifact_parts(document)),
+    "artifact": _artifact,
     "unfinished": _unfinished,
     "schemas": _schemas,
-    "ranking": _ranking,
+    "gpu": _gpu,
     "recipes": _recipes,
     "report": _report,
     "checkup": _checkup,
@@ -585,57 +628,71 @@ _PARTS: dict[str, Callable[[Document], Parts]] = {
     "publication": _publication,
     "push": _push,
     "allocation": _allocation,
-    "evaluation": lambda document: iter(evaluation_parts(document)),
+    "evaluation": _evaluation,
 }
 
 # --- values as short texts -----------------------------------------------------------------------------------
 
 
-def _resumed_text(document: Document) -> str:
-    """Work that an earlier run had finished."""
-    if document["was_finished"]:
-        return "the artifact was already finished: nothing to do"
-    if document["replaced_because"]:
-        return f"an artifact was there and is replaced: {document['replaced_because']}"
-    num_groups = document["num_groups_resumed"]
-    return f"already finished: {plural(num_groups, 'output unit')}" if num_groups else ""
+def _name_text(source: Document) -> str:
+    """Return `org/name at 12ab…`: a source with its commit."""
+    return f"{source['name']} at {source['revision']}" if source["revision"] else source["name"]
 
 
-def _source_text(document: Document) -> str:
-    """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
-    size = f"{human_bytes(document['num_bytes'])} in {plural(document['num_files'], 'file')}"
-    return f"{name_text(document)}: {plural(document['num_tensors'], 'tensor')}, {size}"
+def _source_text(source: Document) -> str:
+    """Return `Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
+    size = f"{human_bytes(source['num_bytes'])} in {plural(source['num_files'], 'file')}"
+    return f"{_name_text(source)}: {plural(source['num_tensors'], 'tensor')}, {size}"
 
 
-def _tensors_text(document: Document) -> str:
-    """Numbers and sizes of converted, copied and dropped tensors."""
-    kinds = ("converted", "copied", "dropped")
-    return ", ".join(
-        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})"
-        for kind in kinds
+def _family_text(document: Document) -> str:
+    return f"{document['family']} ({document['family_chosen_because']})"
+
+
+def _schema_text(schema: Document) -> str:
+    """Return `mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
+    return (
+        f"{schema['name']}: {schema['description']}; {schema['bits_per_weight']:g} bits per weight"
     )
 
 
-def _dropped_text(document: Document) -> str:
-    """Reasons for dropped tensors, one line each for the first few."""
-    reasons = list(document["dropped"]["reasons"].items())
-    lines = [f"{name}: {reason}" for name, reason in reasons[:NUM_SHOWN]]
-    more = len(reasons) - len(lines)
-    return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
+def _target_text(document: Document) -> str:
+    """Return layout, dtypes, GPU and ranks of an artifact."""
+    facts = [
+        f"{document['layout']} layout",
+        f"{document['dtype']} parameters, {document['input_schema']} activations",
+    ]
+    if document["layout"] == KERNEL:
+        facts.append(document["target"])
+        facts.append(f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})")
+        if document["tp_split"] != EVEN:
+            facts.append(f"TP split {document['tp_split']}")
+        if document["redundant_experts"]:
+            facts.append(plural(document["redundant_experts"], "redundant expert"))
+    return ", ".join(facts)
 
 
-def _served_text(document: Document) -> str:
-    """Support of the engine for the checkpoint layout of a schema: `yes`, `with bfloat16 only`, or the obstacle."""
-    served = document["stock_vllm_param_dtypes"]
-    if not served:
-        return f"no: {document['stock_vllm_obstacle']}"
-    return "yes" if len(served) == len(PARAM_DTYPES) else f"with {' or '.join(served)} only"
+def _ranks_text(rank_bytes: Mapping[str, int]) -> str:
+    """Return `8 ranks, 69.21 GB each`, or the smallest and the largest size."""
+    if not rank_bytes:
+        return ""
+    least, most = human_bytes(min(rank_bytes.values())), human_bytes(max(rank_bytes.values()))
+    sizes = f"{least} each" if least == most else f"{least} to {most}"
+    return f"{plural(len(rank_bytes), 'rank')}, {sizes}"
 
 
-def targets_text(found: Sequence[str]) -> str:
-    """GPU architectures: `sm80 – sm89`, `from sm89 on`, or a list if the range has gaps."""
-    known = [f"sm{number}" for number in TARGETS]
-    begin = known.index(found[0])
-    if len(found) < 3 or known[begin : begin + len(found)] != [*found]:
-        return ", ".join(found)
-    return f"from {found[0]} on" if found[-1] == known[-1] else f"{found[0]} – {found[-1]}"
+def _tensors_text(tensors: Document) -> str:
+    """Return numbers and sizes of converted, copied and dropped tensors."""
+    return ", ".join(
+        f"{counts['num_tensors']} {kind} ({human_bytes(counts['num_bytes'])})"
+        for kind, counts in tensors.items()
+    )
+
+
+def _dropped_text(tensors: Document) -> str:
+    """Return reasons for dropped tensors, each on a line, for the first few."""
+    reasons = tensors["dropped"]["reasons"]
+    lines = [f"{name}: {reason}" for name, reason in list(reasons.items())[:NUM_SHOWN]]
+    if len(reasons) > len(lines):
+        lines.append(f"… {len(reasons) - len(lines)} more (--json lists all)")
+    return "\n".join(lines)

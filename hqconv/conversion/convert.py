@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from hqconv import __version__
 from hqconv.artifact.build import (
-    Measured,
-    artifact_config,
-    build_manifest,
-    first_difference,
+    Origin,
+    completed_manifest,
+    hub_digest,
+    planned_manifest,
     with_file,
 )
 from hqconv.artifact.error_summary import requantized, scale_changes
-from hqconv.artifact.manifest import Manifest, json_bytes, sealed
+from hqconv.artifact.expected import ExpectedArtifact
+from hqconv.artifact.manifest import json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
@@ -34,13 +34,12 @@ from hqconv.conversion.collect_input_scales import InputScales, read_input_scale
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_shard
-from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
+from hqconv.conversion.output_folder import OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress, StageProfile
-from hqconv.conversion.update import is_of_state, record_source, why_not_current
+from hqconv.conversion.update import expected_of, why_not_current
 from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
@@ -49,8 +48,9 @@ from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.options import ENCODING_KEYS, RTN
+from hqconv.schemas.options import RTN
 from hqconv.sources.opening import frozen_objects, without_gc
+from hqconv.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def convert(
     one expert, or if Triton cannot build kernels on the GPU.
     """
     started_s = time.monotonic()
-    if digests:
+    if digests or (update and source.repo_id is None):  # the next update compares them
         source.guard.is_hashing = True
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
@@ -196,6 +196,7 @@ def convert(
         conversion = _Conversion(
             source=source,
             plan=plan,
+            expected=expected_of(source, plan),
             out=out,
             resources=resources,
             staging=staging,
@@ -228,6 +229,7 @@ class _Conversion:
 
     source: Source
     plan: ConversionPlan
+    expected: ExpectedArtifact
     out: Path
     resources: Resources
     staging: Staging
@@ -254,8 +256,6 @@ class _Conversion:
                 else None,
             )
             if not is_new:
-                if update:
-                    record_source(self.out, source)
                 return self._finished(folder)
             num_resumed = len(folder.done)
             if not folder.has_lock:
@@ -294,22 +294,19 @@ class _Conversion:
             )
 
     def _folder(self) -> OutputFolder:
-        source, plan = self.source, self.plan
-        difference, guard = partial(_difference, source, plan), source.guard
+        identity = {"hqconv version": __version__, **self.expected.identity()}
+        guard = self.source.guard
         return OutputFolder(
             self.out,
-            _identity(source, plan),
-            plan.paths,
-            difference,
+            identity,
+            self.plan.paths,
+            self.expected.difference,
             lambda entry: entry.states == guard.states(entry.states),
         )
 
     def _finished(self, folder: OutputFolder) -> ConversionReport:
         """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""
-        manifest = check_finished(self.out, partial(_difference, self.source, self.plan))
-        if is_of_state(self.out, self.source) is False:  # after an update it is
-            what = "files of the source have changed since it was made: `--update` makes it anew if their bytes did"
-            folder.warnings.append(f"The artifact was finished before, and {what}.")
+        manifest = check_finished(self.out, self.expected.difference)
         return self._report(
             folder,
             manifest.errors(),
@@ -376,30 +373,36 @@ class _Conversion:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
-        sidecar_files = write_sidecar_files(source, plan, folder.root)
-        made, remark = source.make_files()
-        sidecar_files += [write_whole(folder.root, name, data) for name, data in made.items()]
+        sidecar_files = write_sidecar_files(source, plan, self.expected, folder.root)
+        generated, remark = source.sidecar_files.generate()
+        sidecar_files += [write_whole(folder.root, name, data) for name, data in generated.items()]
         if remark:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
-        measured = {
-            name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()
-        }
+        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         source.guard.check_unchanged()
         digests = {} if source.repo_id is not None else source.guard.digests  # the Hub has its own
-        manifest = build_manifest(
-            source, plan, measured, [*records, *sidecar_files], self.input_scales, digests
+        origin = Origin.of(source)
+        source_files = [
+            replace(file, sha256=digests.get(file.name), hub_sha256=hub_digest(source, file.name))
+            for file in origin.source.files
+        ]
+        manifest = completed_manifest(
+            planned_manifest(origin, plan.experts, plan.spec, plan.units),
+            errors,
+            self.input_scales,
+            [*records, *sidecar_files],
+            source_files,
+            plan.warnings,
         )
-        card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
+        card = card_bytes(manifest, source.sidecar_files.card)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
         data = sealed(manifest.to_dict())
         sums = sums_bytes(manifest.files, hashlib.sha256(data).hexdigest())
         write_whole(folder.root, artifact_names.SUMS, sums)
         source.guard.check_unchanged()
         folder.seal(data)
-        record_source(self.out, source)
-        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
         return self._report(
             folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed
         )
@@ -412,13 +415,12 @@ class _Conversion:
         **more: Any,
     ) -> ConversionReport:
         """Return the report. more: fields of it, where they are not the default."""
-        notices = [text for text in self.plan.notices if text != self.source.made.notice]
         return ConversionReport(
             out=self.out,
             plan=self.plan,
             num_blocks=len(self.plan.layers),
             num_ranks=self.plan.num_ranks,
-            num_bytes_in=self.source.total_bytes,
+            num_bytes_in=self.plan.source.num_bytes,
             num_bytes_out=self.plan.num_bytes_out,
             errors=errors,
             seconds=time.monotonic() - self.started_s,
@@ -426,7 +428,7 @@ class _Conversion:
             manifest_sha256=manifest_sha256,
             replaced_because=folder.replaced_because if self.part is None else "",
             part="" if self.part is None else str(self.part),
-            warnings=(*self.plan.warnings, *notices, *folder.warnings),
+            warnings=(*self.plan.warnings, *self.plan.notices, *folder.warnings),
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             **more,
         )
@@ -521,7 +523,9 @@ def check_kernels_exist(plan: ConversionPlan) -> None:
     )
 
 
-def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> list[FileRecord]:
+def write_sidecar_files(
+    source: Source, plan: ConversionPlan, expected: ExpectedArtifact, root: Path
+) -> list[FileRecord]:
     """Copy the tokenizer and other small files, and write config.json and the index of the ordinary shards.
 
     Files of the Hub are fetched first. Raises InputError where a file of the source cannot be read or differs from its
@@ -531,54 +535,9 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-    written.append(
-        write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan)))
-    )
-    if artifact_names.INDEX in plan.paths:
-        shards = [file for unit in plan.units for file in unit.files if "/" not in file.path]
-        total = sum(file.size_bytes - len(file.header) for file in shards)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": dict(sorted(plan.weight_map.items())),
-        }
-        written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
+    documents = {artifact_names.CONFIG: expected.config}
+    if expected.index is not None:
+        documents[artifact_names.INDEX] = expected.index
+    for name, document in documents.items():
+        written.append(write_whole(root, name, json_bytes(document)))
     return written
-
-
-def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
-    """Return everything that a resumed run must have in common with the first."""
-    layouts = plan.spec.kernel_specs if plan.spec.layout == artifact_names.KERNEL else []
-    return {
-        "hqconv version": __version__,
-        "source files": [asdict(file) for file in source.files],
-        **({} if source.revision is None else {"commit of the source": source.revision}),
-        "source config": source.config,
-        "source quantization": source.quantization,
-        **plan.fingerprint(),
-        "layout of the installed humming-kernels": [layout_fingerprint(one) for one in layouts],
-    }
-
-
-# Manifest key → the command line's name of what decides it.
-_OPTION_OF = {
-    **{
-        key: f"--{key.replace('_', '-')}"
-        for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")
-    },
-    **{
-        key: f"--{key.replace('_', '-')}"
-        for key in ("tp_split", "expert_placement", "redundant_experts", *ENCODING_KEYS)
-    },
-    **dict.fromkeys(("schema_name", "weight_schema"), "--schema"),
-    "left_blocks": "--config",
-    "source": "SRC",
-}
-
-
-def _difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> Difference | None:
-    """Return the first difference between a finished artifact and this request, with the option that decides it."""
-    difference = first_difference(source, plan, manifest)
-    if difference is None:
-        return None
-    key, expected, found = difference
-    return f"{key} ({_OPTION_OF.get(key, key)})", expected, found

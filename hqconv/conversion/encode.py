@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -43,13 +43,13 @@ class EncodedBatch:
     """All projections of some experts: role → packed tensors [E, …] of the target's schema, and their error sums.
 
     measured: float64 tensors on the device; the caller copies them to the host, with the rest, for `error_sums`.
-    row_sums: by role, of weights that are laid out already (`QuantizedStack.row_sums`).
+    are_tiles_filled: weights are `meta` tensors, since their codes went into the kernel weights already.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
     _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
-    row_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    are_tiles_filled: bool = False
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
@@ -99,8 +99,8 @@ class LayerEncoder:
     ) -> EncodedBatch:
         """Encode some experts. Raises as `encode_expert`.
 
-        tiles: the memory of the kernel weights, on the CPU. They are filled if the result has
-        `row_sums`, as it has for floats that are stored as stacks.
+        tiles: the memory of the kernel weights, on the CPU. They are filled for floats that are stored as stacks, see
+        `EncodedBatch.are_tiles_filled`.
 
         On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
         DeferredCheckError, unless `is_careful`.
@@ -233,12 +233,9 @@ class LayerEncoder:
             return found
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]
-        row_sums = {
-            role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None
-        }
-        return EncodedBatch(
-            {role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums
-        )
+        tensors = {role: stack.tensors for role, stack in done.items()}
+        are_tiles_filled = tensors["w2"]["weight"].is_meta
+        return EncodedBatch(tensors, measured, error_sums, are_tiles_filled)
 
     def _encode_each(self, experts: Sequence[int], raw: RawExperts | None) -> EncodedBatch:
         """Decode and encode expert by expert, with every check at once."""

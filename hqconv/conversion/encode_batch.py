@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,10 +21,8 @@ from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
-from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.sum_factors import COPIED, ContentSums, of_copied
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -170,13 +167,12 @@ class EncodedRuns:
     """An encoded batch: bytes to write, valid once `wait` has returned if there is one, and measurements.
 
     error_sums: waits, and returns the error sums of each matrix by role; raises DeferredCheckError where the batch must
-    be encoded again. sums: after `error_sums`, each expert's content sums by role and tensor (`schemas/sum_factors`).
+    be encoded again.
     """
 
     runs: list[Run]
     wait: Callable[[], None] | None
     error_sums: Callable[[], Mapping[str, Any]]
-    sums: Callable[[], Mapping[tuple[str, str], list[int]]]
 
 
 def encode_to_runs(
@@ -199,15 +195,11 @@ def encode_to_runs(
     tiles = _weight_tiles(batch, lane.device)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
-    names, sums = (
-        sum_names(done.tensors),
-        expert_sums(done.tensors, planned.encoding.schema, done.row_sums),
-    )
     written: dict[
         tuple[int | str, str], torch.Tensor
     ] = {}  # by TP rank and name, or in the checkpoint layout by role
     if planned.forms:
-        weights = tiles.weights if tiles is not None and done.row_sums else {}
+        weights = tiles.weights if tiles is not None and done.are_tiles_filled else {}
         for part in planned.slices:
             written |= {
                 (part.rank, name): value
@@ -220,8 +212,7 @@ def encode_to_runs(
             for name, value in tensors.items()
         }
     done = replace(done, tensors={})  # on a GPU their memory is used again for the copies
-    host = iter(lane.to_host([sums, *done.measured, *written.values()], out))
-    host_sums = next(host).view(torch.int64).view(sums.shape)
+    host = iter(lane.to_host([*done.measured, *written.values()], out))
     measured = [next(host).view(torch.float64).view(one.shape) for one in done.measured]
     runs, wait = list(_runs(batch, dict(zip(written, host, strict=True)))), lane.arrive()
 
@@ -230,9 +221,7 @@ def encode_to_runs(
             wait()
         return done.error_sums(measured)
 
-    return EncodedRuns(
-        runs, wait, error_sums, lambda: dict(zip(names, host_sums.tolist(), strict=True))
-    )
+    return EncodedRuns(runs, wait, error_sums)
 
 
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
@@ -333,30 +322,17 @@ def projection_errors(
 
 
 class Measurements:
-    """Error sums and content sums of a unit, added batch by batch or piece by piece in any order."""
+    """Error sums of a unit, added batch by batch in any order."""
 
     def __init__(self) -> None:
         self._error_sums: dict[int, dict[str, ErrorSums]] = {}
-        self._sums = ContentSums()
-        self._copied = Counter[str]()
 
-    def add(
-        self,
-        experts: Sequence[int],
-        error_sums: Mapping[str, Sequence[ErrorSums]],
-        sums: Mapping[tuple[str, str], Sequence[int]],
-    ) -> None:
-        """Add a batch: error sums by role, and content sums by role and tensor, of each expert."""
+    def add(self, experts: Sequence[int], error_sums: Mapping[str, Sequence[ErrorSums]]) -> None:
+        """Add a batch: error sums of each expert by role."""
         for index, expert in enumerate(experts):
             self._error_sums[expert] = {
                 role: of_role[index] for role, of_role in error_sums.items()
             }
-            for (role, name), of_experts in sums.items():
-                self._sums.add(role, name, expert, of_experts[index])
-
-    def add_copied(self, sums: Mapping[str, int]) -> None:
-        """Add the content sums of parts of copied tensors."""
-        self._copied.update(sums)
 
     def errors(self, unit: OutputUnit) -> dict[str, Any]:
         """Return the quantization error of each projection; {} for copied tensors."""
@@ -364,17 +340,6 @@ class Measurements:
             return {}
         each = [self._error_sums[expert] for expert in range(unit.layer.num_experts)]
         return projection_errors(each, is_coded=unit.encoding.is_coded)
-
-    def sums(self, unit: OutputUnit) -> dict[str, dict[str, str]]:
-        """Return the content sums (`schemas/sum_factors`): projection → tensor → sum; of a shard under `COPIED`."""
-        if isinstance(unit, MoeLayerPlan):
-            return self._sums.to_dict()
-        return {
-            COPIED: {
-                ref.name: of_copied(self._copied[ref.name], ref.dtype, ref.shape)
-                for ref in unit.refs
-            }
-        }
 
 
 def requantized_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:

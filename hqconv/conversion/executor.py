@@ -45,7 +45,6 @@ from hqconv.io.pipeline import one_torch_thread
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
-from hqconv.quantization.content_sums import sums_of_parts
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
@@ -304,10 +303,7 @@ class Executor:
             for ref, start, size in part.spans:  # one by one, to name the tensor
                 self._source.read_into(ref, data[:size].numpy().data, start)
             raise
-        sums = sums_of_parts(data.numpy(), [(start, size) for _, start, size in part.spans])
-        names = (ref.name for ref, _, _ in part.spans)
         with self._lock:
-            in_flight.unit.measured.add_copied(dict(zip(names, sums, strict=True)))
             in_flight.runs += runs
         if self._is_last_read(in_flight):
             self._write_out(in_flight, in_flight.runs)
@@ -319,7 +315,7 @@ class Executor:
         raw: RawExperts,
         ranges: Sequence[tuple[TensorRef, int]],
     ) -> None:
-        self._source.read_raw(raw, ranges)
+        self._source.read_all_into(raw.views(ranges))
         if self._is_last_read(in_flight):
             self._stages.start(Stage.ENCODE, batch.num_bytes, self._encode, in_flight, batch)
 
@@ -370,7 +366,7 @@ class Executor:
                     )
                     error_sums = encoded.error_sums()
         with self._lock:
-            in_flight.unit.measured.add(batch.experts, error_sums, encoded.sums())
+            in_flight.unit.measured.add(batch.experts, error_sums)
         if in_flight.out is not None:
             self._give_slot(in_flight)
         self._write_out(in_flight, encoded.runs)
@@ -451,10 +447,9 @@ class Executor:
         guard.check_unchanged(unit.sources)
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
-        errors, sums = measured.errors(planned), measured.sums(planned)
         # A commit of the Hub cannot change.
         states = {} if self._source.revision is not None else guard.states(unit.sources)
-        entry = JournalEntry(planned.name, records, errors, sums, states)
+        entry = JournalEntry(planned.name, records, measured.errors(planned), states)
         self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from hqconv.errors import OutputError, differences
+from hqconv.errors import OutputError
 from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_folder
 from hqconv.schemas.artifact_names import JOURNAL, journal_part
 from hqconv.schemas.untrusted_files import what_instead
@@ -31,7 +31,7 @@ _CHECKSUM_FIELD = b', "checksum": "'
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished output unit: its files, its quantization errors, and the content sums of an MoE layer.
+    """A finished output unit: its files, and the quantization errors of an MoE layer.
 
     states: of the source's files that the unit was read from, in a folder, as `FileSnapshot.states`.
     """
@@ -39,7 +39,6 @@ class JournalEntry:
     unit: str
     files: list[FileRecord]
     measured: dict[str, Any]
-    sums: dict[str, Any] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -94,28 +93,6 @@ def _last_process(path: Path) -> str:
         if document is not None and "process" in document:
             return f"process {document['process']} on {document['host']}"
     return "a process that has just begun"
-
-
-def compare_identities(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another conversion, naming the first difference and both values. Raises OutputError."""
-    for key in {**now, **before}:  # in their own order: options before what follows from them
-        if before.get(key) != now.get(key):
-            expected, found = differences(_parsed(before.get(key)), _parsed(now.get(key)))
-            raise OutputError(
-                f"The unfinished conversion differs from this one in: {key}.",
-                where=str(where),
-                expected=expected,
-                found=found,
-                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
-            )
-
-
-def _parsed(value: Any) -> Any:
-    """Return the value of an option, which an identity holds as JSON text; anything else as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
 
 
 # --- files

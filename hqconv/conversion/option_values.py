@@ -79,7 +79,7 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def start_gpu(device: str, *, is_part: bool = False) -> None:
-    """Load torch, and in a thread create the CUDA context of the chosen GPU and load the loop that sums copied tensors.
+    """Load torch, and in a thread create the CUDA context of the chosen GPU.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
     """
@@ -100,12 +100,6 @@ def _create_context(name: str) -> None:
         torch.cuda.synchronize(name)
     with suppress(ImportError):
         importlib.import_module(_PATHFINDER)
-    with suppress(Exception):  # numba compiles or loads the loop, which takes longer than a batch
-        import numpy as np
-
-        from hqconv.quantization.content_sums import sums_of_parts
-
-        sums_of_parts(np.zeros(4, np.uint8), [(0, 4)])
 
 
 def has_driver() -> bool:

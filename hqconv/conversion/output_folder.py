@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
+from hqconv.artifact.manifest import Difference, Manifest, differences, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
-from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
+from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy
 from hqconv.errors import (
     HqconvError,
     OutputError,
@@ -26,6 +26,7 @@ from hqconv.errors import (
     VerificationError,
     first_few,
     plural,
+    short_text,
 )
 from hqconv.io.durable_files import (
     FileRecord,
@@ -57,8 +58,6 @@ from hqconv.schemas.artifact_names import (
 _MAX_PARTS = 9999
 FOREIGN_FOLDER = "a folder that hqconv did not make, and that is not empty"
 _WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
-# The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
-Difference = tuple[str, str, str]
 DifferenceOf = Callable[[Manifest], Difference | None]
 
 
@@ -279,7 +278,7 @@ class OutputFolder:
         if overwrite:
             self._start_anew(root, journal)
         elif resume and journal.identity is not None:
-            compare_identities(self.out, journal.identity, self._identity)
+            _refuse_another(self.out, journal.identity, self._identity)
             self._keep_finished(root, journal.entries, self._paths)
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
         elif (
@@ -401,7 +400,7 @@ class OutputFolder:
         if rival is not None:
             raise busy(journal.path, f"part {rival}, beside which there can be no part {part}")
         if journal.identity is not None:
-            compare_identities(self.out, journal.identity, self._identity)
+            _refuse_another(self.out, journal.identity, self._identity)
         elif files_in(self.out) > {JOURNAL}:
             raise cannot_use(self.out, "a folder that is not empty")
         journal.begin(self._identity)
@@ -581,14 +580,13 @@ def check_finished(out: Path, difference: DifferenceOf) -> Manifest:
     VerificationError for a damaged or altered manifest.
     """
     manifest = read_manifest(out, is_sealed=True)
-    differs = difference(manifest)
-    if differs is not None:
-        key, expected, other = differs
+    other = difference(manifest)
+    if other is not None:
         raise OutputError(
-            f"The output folder holds a finished artifact that differs from this request in: {key}.",
+            f"The output folder holds a finished artifact that differs from this request in: {_option(other.key)}.",
             where=str(out),
-            expected=expected,
-            found=other,
+            expected=short_text(other.found),
+            found=short_text(other.expected),
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
         )
     with output_errors(out):
@@ -603,6 +601,26 @@ def check_finished(out: Path, difference: DifferenceOf) -> Manifest:
                 remedy="Convert again with --overwrite, or copy the file again from where it is whole.",
             )
     return manifest
+
+
+def _refuse_another(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise OutputError for the first difference between an unfinished conversion's identity and this one's."""
+    for key, expected, found in differences(before, now):
+        raise OutputError(
+            f"The unfinished conversion differs from this one in: {_option(key)}.",
+            where=str(out),
+            expected=short_text(expected),
+            found=short_text(found),
+            remedy="Repeat the first command with --resume, or start anew with --overwrite.",
+        )
+
+
+def _option(key: str) -> str:
+    """Return the command line's name of a request's key; other keys unchanged."""
+    document, *path = key.split(": ")
+    if document != "request":
+        return key
+    return ": ".join([f"--{path[0].replace('_', '-')}", *path[1:]])
 
 
 def unfinished_folder(out: Path) -> Path | None:
@@ -657,11 +675,7 @@ def listed_files(root: Path) -> set[str]:
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
     with output_errors(root):
-        others = (
-            {CARD}
-            if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True)
-            else set()
-        )
+        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest) else set()
         return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
 
 

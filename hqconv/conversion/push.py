@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.model_card import sums_bytes
+from hqconv.artifact.model_card import read_evaluation, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io import hub
 from hqconv.io.durable_files import output_errors, size_of
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, SUMS
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def push(
             path = root / name  # of small files the bytes that are hashed are those that are sent
             files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
         card_sha256 = sha256_of(root / CARD)
-    files[SUMS] = sums_bytes(manifest.files, manifest.sha256, card_sha256)
+        if read_evaluation(root, manifest) is not None:
+            files[EVALUATION] = (root / EVALUATION).read_bytes()
+    files[SUMS] = sums_bytes(manifest.files, manifest.sha256)
     digests = {name: entry.sha256 for name, entry in manifest.files.items() if name != CARD}
 
     hub.create_branch(repo_id, branch, private=private)

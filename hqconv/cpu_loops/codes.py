@@ -1,4 +1,4 @@
-"""Compiled CPU loops over packed codes: packing, decoding to float32, transposition, scans, and content sums.
+"""Compiled CPU loops over packed codes: packing, decoding to float32, transposition, and scans.
 
 Codes have 1 to 8 bits and are packed little-endian along a row.
 Shape legend: R or N rows, K codes of a row (a multiple of 8), B bytes of packed codes along K (K * bits / 8), W int32
@@ -68,30 +68,6 @@ def unpack_rows(packed_RB, num_bits, codes_RK):
     """Call `unpack_row` for every row."""
     for row in range(packed_RB.shape[0]):
         unpack_row(packed_RB[row], num_bits, codes_RK[row])
-
-
-@compiled
-def sum_rows(values, columns, begin, end, sums):
-    """Sum values [R, W] of rows `begin` to `end`, each times its column's factor, int32 [W], to int64 sums [R]."""
-    for row in range(begin, end):
-        total = np.int64(0)
-        for column in range(values.shape[1]):
-            total += np.int64(values[row, column]) * np.int64(columns[column])
-        sums[row] = total
-
-
-@compiled
-def sum_words(words, first, columns, rows):
-    """Sum int32 words, each times its column's factor and its row's; `first` is the position of the first one."""
-    total, width, begin = np.int64(0), columns.size, 0
-    while begin < words.size:
-        row, column = divmod(first + begin, width)
-        of_row, count = np.int64(0), min(words.size - begin, width - column)
-        for k in range(count):
-            of_row += np.int64(words[begin + k]) * np.int64(columns[column + k])
-        total += of_row * np.int64(rows[row])
-        begin += count
-    return total
 
 
 @compiled

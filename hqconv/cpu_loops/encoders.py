@@ -22,7 +22,7 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.cpu_loops.codes import pack_row, sum_rows
+from hqconv.cpu_loops.codes import pack_row
 from hqconv.jit import compiled, inlined
 from hqconv.schemas.dtypes import CodeKind
 
@@ -196,20 +196,18 @@ def _group_encoder(code):
 def panel_encoder(code, store, panel_rows):
     """Return the compiled loop that encodes a stack of matrices as `encoder`, and gives the codes to a sink.
 
-    encode(source_NK, limit, groups, out, first_row, num_rows, columns, arrays): `source_NK` are rows of the stack from
-    row `first_row`, a multiple of `panel_rows`; `num_rows` of them are an expert's. out: (sum_N, error_N, power_N,
-    exact_N), where `sum_N` gets `code_loops.sum_rows` of the packed codes with the factors `columns`. store,
-    panel_rows, arrays: of `quantization.quantized.CodeSink`.
+    encode(source_NK, limit, groups, out, first_row, num_rows, arrays): `source_NK` are rows of the stack from
+    row `first_row`, a multiple of `panel_rows`; `num_rows` of them are an expert's. out: (error_N, power_N,
+    exact_N). store, panel_rows, arrays: of `quantization.quantized.CodeSink`.
     """
     encode, num_bits = encoder(code), code.num_bits
 
     @compiled
-    def encode_panels(source_NK, limit, groups, out, first_row, num_rows, columns, arrays):
+    def encode_panels(source_NK, limit, groups, out, first_row, num_rows, arrays):
         inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
-        sum_N, error_N, power_N, exact_N = out
+        error_N, power_N, exact_N = out
         total = source_NK.shape[0]
         panel = np.empty((panel_rows, source_NK.shape[1] * num_bits // 8), np.uint8)
-        values = panel.view(np.int32)
         for begin in range(0, total, panel_rows):
             end = begin + panel_rows
             of_rows = (
@@ -221,7 +219,6 @@ def panel_encoder(code, store, panel_rows):
             )
             out_of_rows = (panel, error_N[begin:end], power_N[begin:end], exact_N[begin:end])
             encode(source_NK[begin:end], limit, of_rows, out_of_rows)
-            sum_rows(values, columns, 0, panel_rows, sum_N[begin:end])
             expert, row = divmod(first_row + begin, num_rows)
             store(panel, expert, row, arrays)
 

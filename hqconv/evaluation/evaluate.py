@@ -13,14 +13,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hqconv.artifact.load import decoded_experts
-from hqconv.artifact.model_card import check_card, write_evaluation
+from hqconv.artifact.model_card import read_evaluation, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import batches_of
@@ -30,143 +30,265 @@ from hqconv.calibration.transformers_model import (
     check_counts,
     folder_of,
     import_transformers,
-    positions_warning,
     quiet_loading,
+    read_rest,
     read_text,
     running,
 )
+from hqconv.conversion.convert import ConversionReport
 from hqconv.conversion.resources import Resources, explained_gpu_memory
-from hqconv.errors import RequestError, first_few, plural
+from hqconv.errors import (
+    HqconvError,
+    InputError,
+    NetworkError,
+    OutputError,
+    RequestError,
+    first_few,
+    plural,
+)
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.notices import draft_layers
+from hqconv.planning.calibration import Calibration
+from hqconv.schemas.artifact_names import EVALUATION
 from hqconv.sources.opening import open_source
-from hqconv.verification.against_source import Lineage, other_source
+from hqconv.verification.source_files import other_source
 
 _LOG = logging.getLogger(__name__)
-
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 _NUM_VALUES = 1 << 22  # logits at a time: 32 MiB of float64, and a few times as much
 _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """Options of an evaluation; see `hqconv.api.evaluate`."""
-
-    num_tokens: int
-    context_length: int
-    compute_dtype: str
-    write_card: bool
-    resources: Resources
-    revision: str | None
-    announce: Callable[[str], None]
-
-
-def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) -> dict[str, Any]:
+def evaluate(
+    out: Path,
+    source_name: str,
+    text: Path,
+    *,
+    num_tokens: int,
+    context_length: int,
+    compute_dtype: str,
+    resources: Resources,
+    revision: str | None,
+) -> dict[str, Any]:
     """Return the document of an evaluation; see `hqconv.api.evaluate`."""
-    if options.compute_dtype not in COMPUTE_DTYPES:
-        what, expected = "There is no such dtype to compute in.", ", ".join(COMPUTE_DTYPES)
+    if compute_dtype not in COMPUTE_DTYPES:
         raise RequestError(
-            what, where="--compute-dtype", expected=expected, found=options.compute_dtype
+            "There is no such dtype to compute in.",
+            where="--compute-dtype",
+            expected=", ".join(COMPUTE_DTYPES),
+            found=compute_dtype,
         )
-    check_counts({"--tokens": options.num_tokens, "--context": options.context_length})
+    check_counts({"--tokens": num_tokens, "--context": context_length})
     transformers = import_transformers("A model is evaluated")
-    with ExitStack() as stack:
-        artifact = stack.enter_context(Artifact(out, is_sealed=True))
-        source = stack.enter_context(open_source(source_name, options.revision))
-        if options.write_card:
-            check_card(out)
+    with Artifact(out, is_sealed=True) as artifact, open_source(source_name, revision) as source:
         with quiet_loading(transformers), folder_of(source) as folder:
-            words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
-        check_text(words, f"--text {text}")
-        document = compare_on_text(artifact, source, words, text.name, options)
-        if options.write_card:
-            write_evaluation(out, artifact.manifest, document)
-        return document
-
-
-def check_text(words: Text, where: str) -> None:
-    """Raise RequestError for a text of less than two tokens, which predicts nothing."""
-    if len(words.ids) < 2:
-        what, expected, found = (
-            "The text is too short.",
-            "two tokens at least",
-            plural(len(words.ids), "token"),
+            tokens = read_text(transformers, folder, [text], num_tokens, source=source_name)
+        return compare_on_text(
+            artifact,
+            source,
+            tokens,
+            text.name,
+            context_length=context_length,
+            compute_dtype=compute_dtype,
+            resources=resources,
         )
-        raise RequestError(what, where=where, expected=expected, found=found)
 
 
 def compare_on_text(
     artifact: Artifact,
     source: Source,
-    words: Text,
-    name: str,
-    options: EvaluateOptions,
+    tokens: Text,
+    text_name: str,
+    *,
+    context_length: int,
+    compute_dtype: str,
+    resources: Resources,
     reference: Stream | None = None,
 ) -> dict[str, Any]:
-    """Run source and artifact over a text and return the document of the evaluation; see `hqconv.api.evaluate`.
+    """Run source and artifact over a text, and write and return the document: see `hqconv.api.evaluate`.
 
-    name: of the text, in the document. reference: the source's passes over the text, which a calibration has run
-    through some layers.
+    reference: the source's passes over the text, which a calibration has run through some layers.
     """
+    if len(tokens.ids) < 2:
+        raise RequestError(
+            "The text is too short.", where=text_name, expected="two tokens at least"
+        )
     transformers = import_transformers("A model is evaluated")
-    device = options.resources.device
+    device = resources.device
     with ExitStack() as stack:
         layers = _converted_layers(artifact, source)
-        read_experts = _artifact_experts(artifact, options.resources, stack)
+        read_experts = _artifact_experts(artifact, resources, stack)
         stack.enter_context(quiet_loading(transformers))
         stack.enter_context(explained_gpu_memory(device, _GPU_REMEDY))
         if reference is not None:
             model, batches = reference.model, reference.batches
         else:
             folder = stack.enter_context(folder_of(source))
+            dtype = getattr(torch, compute_dtype)
             with running(str(source.place)):
-                model = StreamedModel(
-                    transformers, source, folder, getattr(torch, options.compute_dtype), device
-                )
-            batches = batches_of(words, options.context_length, device)
-        num_bytes = model.check_memory([batches] * 2, *options.resources.model_limit(), ends=True)
-        positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-        warnings = positions_warning(positions, max(ids.size(1) for ids in batches), "--context")
-        drafts = draft_layers(source.map_experts(), source.config)
-        if left := [name for name in drafts if name in layers]:
-            warnings.append(
-                f"{plural(len(left), 'layer')} not evaluated: {first_few(left)}. They are for multi-token prediction, "
-                "which the transformers library does not run; the model's own predictions do not depend on them."
-            )
-        of_stage = _layer_of_stage(
-            model, [layer for name, layer in layers.items() if name not in left]
-        )
-        for warning in warnings:
-            options.announce(f"Warning: {warning}")
-        tokens, stages = plural(len(words.ids), "token"), plural(len(model.stages), "stage")
-        options.announce(
-            f"Running {tokens} through source and artifact on {options.resources.device_name}, {stages} one after the "
-            f"other, in at most {num_bytes / 2**30:.1f} GiB."
-        )
+                model = StreamedModel(transformers, source, folder, dtype, device)
+            batches = batches_of(tokens, context_length, device)
+        num_bytes = model.check_memory([batches] * 2, *resources.model_limit(), ends=True)
+        layers_by_stage, warnings = _layers_by_stage(model, layers)
+        size = f"{num_bytes / 2**30:.1f} GiB"
+        _LOG.info("Source and artifact run on %s, in at most %s.", resources.device_name, size)
         if reference is None:
             with running(model.place):
                 reference = Stream(model, batches)
             stack.callback(reference.stop)
-        return {
-            "kind": "evaluation",
-            "artifact": str(artifact.root),
-            "manifest_sha256": artifact.manifest.sha256,
-            "schema": artifact.manifest.schema_name,
-            "source": {"name": source.repo_id or source.name, "revision": source.revision},
-            "text": {"name": name, "sha256": hashlib.sha256(words.raw).hexdigest()},
-            "num_tokens": len(words.ids),
-            "context_length": options.context_length,
-            "compute_dtype": str(model.dtype).removeprefix("torch."),
-            "device": options.resources.device_name,
-            "num_layers": len(of_stage),
-            "activations": artifact.manifest.input_schema,
-            "transformers_version": transformers.__version__,
-            "warnings": warnings,
-            **_figures(reference, of_stage, read_experts, options.resources.num_threads),
-        }
+        figures = _figures(reference, layers_by_stage, read_experts, resources.num_threads)
+    document = {
+        "kind": "evaluation",
+        "artifact": artifact.root.resolve().name,
+        "manifest_sha256": artifact.manifest.sha256,
+        "schema": artifact.manifest.schema_name,
+        "source": {"name": source.repo_id or source.name, "revision": source.revision},
+        "text": {"name": text_name, "sha256": hashlib.sha256(tokens.raw).hexdigest()},
+        "num_tokens": len(tokens.ids),
+        "context_length": context_length,
+        "compute_dtype": str(model.dtype).removeprefix("torch."),
+        "device": resources.device_name,
+        "num_layers": len(layers_by_stage),
+        "transformers_version": transformers.__version__,
+        "warnings": warnings,
+        **figures,
+    }
+    try:
+        write_evaluation(artifact.root, document)
+    except OutputError as error:
+        warnings.append(f"{EVALUATION} cannot be written beside the artifact: {error.found}.")
+    return document
+
+
+# --- the evaluation that ends a conversion, over a text that its calibration did not read
+
+_NUM_TOKENS = 8192  # at most
+_LEAST_TOKENS = 512  # of the rest of a calibration's text
+_CONTEXT_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A text for the evaluation, or the reason why there is none. name: of its file."""
+
+    name: str = ""
+    tokens: Text | None = None
+    warnings: tuple[str, ...] = ()
+
+    def batches(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the token ids of each pass, [B, T]."""
+        return [] if self.tokens is None else batches_of(self.tokens, _CONTEXT_LENGTH, device)
+
+
+def held_out(
+    source: Source, calibration: Calibration | None, text: Path | None, *, is_gated: bool
+) -> HeldOut:
+    """Return the text of the evaluation that ends a conversion: `text`, or what calibration did not read of its own.
+
+    is_gated: the evaluation is needed, for a limit. Raises RequestError where a needed or named text cannot be had.
+    """
+    if text is None and calibration is None and not is_gated:
+        return HeldOut()
+    try:
+        return _read(source, calibration, text)
+    except RequestError as error:
+        if is_gated or text is not None:
+            raise
+        return HeldOut(warnings=(f"Nothing was evaluated. {_on_one_line(error)}",))
+
+
+def _read(source: Source, calibration: Calibration | None, text: Path | None) -> HeldOut:
+    transformers = import_transformers("A model is evaluated")
+    source.fetch(source.sidecar_files.names)  # the tokenizer's among them
+    place = str(source.place)
+    with quiet_loading(transformers), folder_of(source) as folder:
+        if text is not None:
+            tokens = read_text(transformers, folder, [text], _NUM_TOKENS, "--evaluate", place)
+            return HeldOut(text.name, tokens)
+        if calibration is None:
+            raise RequestError(
+                "There is no text for an evaluation.",
+                where="--max-kl",
+                remedy="Name a text with --evaluate, or use --calibrate.",
+            )
+        tokens = read_rest(
+            transformers,
+            folder,
+            calibration.files,
+            calibration.begin_of_rest,
+            _NUM_TOKENS,
+            "--calibrate",
+            place,
+        )
+    calibration.check_unchanged()
+    if len(tokens.ids) < _LEAST_TOKENS:
+        raise RequestError(
+            "Nothing of the calibration's text was held out for an evaluation.",
+            where=f"--calibrate {calibration.root}",
+            expected=f"{_LEAST_TOKENS} tokens at least after those that calibration reads, without lines that it reads",
+            found=plural(len(tokens.ids), "token"),
+            remedy="Name a text with --evaluate, or use fewer --calibrate-tokens.",
+        )
+    return HeldOut(f"{calibration.name}, held out", tokens)
+
+
+def with_evaluation(
+    report: ConversionReport,
+    reference: Stream | None,
+    source: Source,
+    text: HeldOut,
+    resources: Resources,
+    max_kl: float | None,
+) -> ConversionReport:
+    """Return the report of a finished artifact with its evaluation, which is written beside the artifact too.
+
+    reference: the source's passes over the text, which the calibration has run through some layers.
+    An artifact that was finished before is not evaluated again over the text of the evaluation beside it.
+    max_kl: limit of the mean divergence; with one, RequestError, InputError or NetworkError is raised where the model
+    cannot be evaluated, and without one this is a warning.
+    """
+    if text.tokens is None:
+        return _with_warnings(report, text.warnings)
+    digest = hashlib.sha256(text.tokens.raw).hexdigest()
+    with Artifact(report.out, is_sealed=True) as artifact:
+        evaluation = read_evaluation(report.out, artifact.manifest) if report.was_finished else None
+        num_known = 0
+        if evaluation is not None and evaluation["text"]["sha256"] == digest:
+            num_known = evaluation["num_tokens"]
+        if evaluation is None or num_known < len(text.tokens.ids):
+            if resources.is_cuda:
+                torch.cuda.empty_cache()
+            try:
+                evaluation = compare_on_text(
+                    artifact,
+                    source,
+                    text.tokens,
+                    text.name,
+                    context_length=_CONTEXT_LENGTH,
+                    compute_dtype="float32",
+                    resources=resources,
+                    reference=reference,
+                )
+            except (RequestError, InputError, NetworkError) as error:
+                if max_kl is not None:
+                    raise
+                warning = (
+                    f"The artifact is complete, but it was not evaluated. {_on_one_line(error)}"
+                )
+                return _with_warnings(report, [warning])
+            report = _with_warnings(report, evaluation["warnings"])
+    # NaN is above every limit
+    is_over_limit = max_kl is not None and not evaluation["kl"]["mean"] <= max_kl
+    return replace(report, evaluation=evaluation, over_max_kl=is_over_limit)
+
+
+def _with_warnings(report: ConversionReport, warnings: Iterable[str]) -> ConversionReport:
+    return replace(report, warnings=(*report.warnings, *warnings))
+
+
+def _on_one_line(error: HqconvError) -> str:
+    return "; ".join(line.strip() for line in error.message().splitlines())
 
 
 # --- layers and experts of the artifact
@@ -174,17 +296,15 @@ def compare_on_text(
 
 def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]:
     """Return the source's layers that the artifact has converted, by name. Raises RequestError for another source."""
-    lineage = Lineage.of(artifact, source)
-    another = other_source(lineage.made.source, source)
+    recorded = artifact.manifest.source
     layers = {layer.name: layer for layer in source.map_experts().layers}
-    missing = sorted(artifact.layers.keys() - layers.keys())
-    if another is not None or missing:
+    if other_source(recorded, source) is not None or not artifact.layers.keys() <= layers.keys():
         raise RequestError(
             "The artifact was not made from this source.",
             where="--source",
-            expected=another.expected if another else f"the layer {missing[0]}",
-            found=another.found if another else ", ".join(layers),
-            remedy="Give the checkpoint that was converted; `hqconv inspect OUT` names it.",
+            expected=recorded.name,
+            found=source.repo_id or source.name,
+            remedy="Give the checkpoint that was converted.",
         )
     return {name: layers[name] for name in artifact.layers}
 
@@ -199,39 +319,43 @@ def _artifact_experts(
     if artifact.manifest.is_kernel:
         device, num_threads = resources.device, resources.num_threads
         return lambda name: decoded_experts(artifact, artifact.moe_layer(name), device, num_threads)
-    as_source = stack.enter_context(open_source(artifact.root))
-    layers = {layer.name: layer for layer in as_source.map_experts().layers}
+    source = stack.enter_context(open_source(artifact.root))
+    layers = {layer.name: layer for layer in source.map_experts().layers}
     return lambda name: (
-        _source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts)
+        _source_expert(source, layers[name], expert) for expert in range(layers[name].num_experts)
     )
 
 
 def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
-    matrices = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
-    found = {role: matrix.values().float() for role, matrix in matrices.items()}
-    return found | {
-        f"b{role[1:]}": one.bias.float() for role, one in matrices.items() if one.bias is not None
-    }
+    tensors = {}
+    for role, matrix in source.read_expert(layer, expert, layer.roles, torch.device("cpu")).items():
+        tensors[role] = matrix.values().float()
+        if matrix.bias is not None:
+            tensors[f"b{role[1:]}"] = matrix.bias.float()
+    return tensors
 
 
 # --- the run
 
 
-def _layer_of_stage(model: StreamedModel, layers: Iterable[MoeLayer]) -> dict[str, MoeLayer]:
-    """Return stage → converted layer. Raises RequestError for a layer that transformers' model does not have."""
-    found = {}
-    for layer in layers:
+def _layers_by_stage(
+    model: StreamedModel, layers: Mapping[str, MoeLayer]
+) -> tuple[dict[str, MoeLayer], list[str]]:
+    """Return stage → converted layer, and a warning of layers that transformers' model does not have."""
+    by_stage, left_out = {}, []
+    for name, layer in layers.items():
         path = model.experts.get(layer.index, ("",))[0]
-        stage = next((name for name in model.stages if path.startswith(f"{name}.")), None)
+        stage = next((stage for stage in model.stages if path.startswith(f"{stage}.")), None)
         if stage is None:
-            raise RequestError(
-                "A layer of experts has no module in transformers' model.",
-                where=f"{layer.name}, layer {layer.index}",
-                expected="one module of routed experts in this layer",
-                remedy="This model cannot be evaluated.",
-            )
-        found[stage] = layer
-    return found
+            left_out.append(name)
+        else:
+            by_stage[stage] = layer
+    if not left_out:
+        return by_stage, []
+    return by_stage, [
+        f"{plural(len(left_out), 'layer')} not evaluated: {first_few(left_out)}. The transformers library does not run "
+        "them, as those for multi-token prediction."
+    ]
 
 
 def _figures(
@@ -245,7 +369,8 @@ def _figures(
     layers: the converted ones by stage. read: yields the artifact's experts of a layer. Raises RequestError where
     transformers cannot run the model.
     """
-    model, before, found = reference.model, torch.get_num_threads(), Divergence()
+    model, divergence = reference.model, Divergence()
+    num_threads_before = torch.get_num_threads()
     artifact: Stream | None = None
     try:
         with running(model.place):
@@ -260,27 +385,28 @@ def _figures(
             if layer is not None:
                 experts = stored_tensors(layer, read(layer.name), model.dtype, model.device)
                 _run_stage(model, stage, [artifact], experts)
-            _LOG.info("Stage %s is done.", stage)
         with running(model.place):
             model.load(model.head)
-            for ids, p, q in zip(
-                reference.batches, reference.logits(), artifact.logits(), strict=True
-            ):
-                found.add(p, q, ids)
+            logits = zip(reference.logits(), artifact.logits(), reference.batches, strict=True)
+            for source_logits, artifact_logits, ids in logits:
+                divergence.add(source_logits, artifact_logits, ids)
             model.drop(model.head)
-        return found.figures()
+        return divergence.figures()
     finally:
         if artifact is not None:
             artifact.stop()
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads_before)
 
 
 def _run_stage(
-    model: StreamedModel, stage: str, streams: list[Stream], others: Mapping[str, torch.Tensor] = {}
+    model: StreamedModel,
+    stage: str,
+    streams: list[Stream],
+    experts: Mapping[str, torch.Tensor] = {},
 ) -> None:
-    """Load a stage, run streams through it, and drop it."""
+    """Load a stage, with `experts` in place of the source's, run streams through it, and drop it."""
     with running(model.place):
-        model.load(stage, others)
+        model.load(stage, experts)
         for stream in streams:
             stream.advance()
         model.drop(stage)
@@ -294,44 +420,45 @@ class Divergence:
 
     def __init__(self) -> None:
         self._kl: list[torch.Tensor] = []
-        self._nll: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._nll: dict[str, list[torch.Tensor]] = {"source": [], "artifact": []}
         self._num_equal = 0
 
-    def add(self, logits: torch.Tensor, others: torch.Tensor, ids: torch.Tensor) -> None:
+    def add(
+        self, source_logits: torch.Tensor, artifact_logits: torch.Tensor, ids: torch.Tensor
+    ) -> None:
         """Add the predictions of some sequences: logits of source and artifact [B, T, V] for token ids [B, T].
 
         Computed in float64, on the logits' device. Raises RequestError for logits that are not finite.
         """
-        for name, one in (("source", logits), ("artifact", others)):
-            if not bool(torch.isfinite(one).all()):
+        predictions = {"source": source_logits, "artifact": artifact_logits}
+        for name, logits in predictions.items():
+            if not bool(torch.isfinite(logits).all()):
                 raise RequestError(
                     "The predictions are not finite numbers.",
                     where=f"logits of the {name}",
-                    found="NaN or infinity",
-                    remedy="Compute in float32; if it stays so, transformers runs this model in a way that cannot be "
-                    "evaluated layer by layer.",
+                    remedy="Compute in float32.",
                 )
-        labels = ids[:, 1:].flatten().to(logits.device)
-        first, second = (one[:, :-1].flatten(0, 1) for one in (logits, others))
-        rows = max(1, _NUM_VALUES // logits.size(-1))
-        for begin in range(0, len(labels), rows):
-            cut = slice(begin, begin + rows)
-            p, q = (one[cut].double().log_softmax(-1) for one in (first, second))
+        labels = ids[:, 1:].flatten().to(source_logits.device)
+        num_rows = max(1, _NUM_VALUES // source_logits.size(-1))
+        for begin in range(0, len(labels), num_rows):
+            rows = slice(begin, begin + num_rows)
+            log_probabilities = {}
+            for name, logits in predictions.items():
+                values = logits[:, :-1].flatten(0, 1)[rows].double().log_softmax(-1)
+                self._nll[name].append(-values.gather(-1, labels[rows, None])[:, 0].cpu())
+                log_probabilities[name] = values
+            p, q = log_probabilities["source"], log_probabilities["artifact"]
             self._kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0).cpu())
-            for log_probabilities, nll in zip((p, q), self._nll, strict=True):
-                nll.append(-log_probabilities.gather(-1, labels[cut, None])[:, 0].cpu())
             self._num_equal += int((p.argmax(-1) == q.argmax(-1)).sum())
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of all predictions as a document; natural logarithms (nats)."""
         kl = torch.cat(self._kl)
-        nll = {
-            name: float(torch.cat(one).mean())
-            for name, one in zip(("source", "artifact"), self._nll, strict=True)
-        }
         count = len(kl)
+        nll = {name: float(torch.cat(values).mean()) for name, values in self._nll.items()}
         error = float(kl.std(correction=1)) / math.sqrt(count) if count > 1 else None
         percentiles = {name: float(kl.quantile(share)) for name, share in _PERCENTILES.items()}
+        perplexity = {name: math.exp(min(mean, 700.0)) for name, mean in nll.items()}  # finite
         return {
             "num_predictions": count,
             "kl": {
@@ -340,9 +467,7 @@ class Divergence:
                 **percentiles,
                 "max": float(kl.max()),
             },
-            "perplexity": {
-                name: math.exp(min(mean, 700.0)) for name, mean in nll.items()
-            },  # of finite float64
+            "perplexity": perplexity,
             "mean_nll": nll,
             "top1_agreement": self._num_equal / count,
         }

@@ -17,7 +17,7 @@ LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.source
 PER_PROJECTION = (
     "per_projection"  # of a layer whose projections have formats of their own: options, by role
 )
-GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
+GGUF = "gguf"  # of experts in GGUF files, which `hqconv.gguf.source` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
 QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a layer is converted
 DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,7 +20,16 @@ from typing import Any
 
 from hqconv.errors import InputError, first_few
 from hqconv.io.safetensors_header import RepeatedKey, keep_repeats
-from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE, SUMS
+from hqconv.schemas.artifact_names import (
+    CARD,
+    CONFIG,
+    EVALUATION,
+    INDEX,
+    JOURNAL,
+    MANIFEST,
+    SINGLE,
+    SUMS,
+)
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
@@ -291,13 +300,10 @@ _MAX_FRONT_BYTES = 4 << 20
 class FrontMatter:
     """Parsed front matter of a card.
 
-    document: keys and values, empty if it is missing or unreadable. raw: its lines without the `---`, None
-    if it is missing. body: the text after it. problem: why it cannot be read, else "".
+    document: keys and values, empty if it is missing or unreadable. problem: why it cannot be read, else "".
     """
 
-    body: bytes
     document: Mapping[str, Any] = field(default_factory=dict)
-    raw: bytes | None = None
     problem: str = ""
 
     @classmethod
@@ -305,14 +311,11 @@ class FrontMatter:
         """Parse the front matter of a card's bytes, which may be anything."""
         found = _FRONT.match(card)
         if found is None:
-            return cls(card)
-        raw, body = found[1], card[found.end() :]
-        document = _parsed(raw) if len(raw) <= _MAX_FRONT_BYTES else None
+            return cls()
+        document = _parsed(found[1]) if len(found[1]) <= _MAX_FRONT_BYTES else None
         if document is None:
-            return cls(
-                body, raw=raw, problem="it is no YAML of keys and values, or larger than 4 MiB"
-            )
-        return cls(body, document, raw)
+            return cls(problem="it is no YAML of keys and values, or larger than 4 MiB")
+        return cls(document)
 
     def texts(self, key: str) -> str | list[str] | None:
         """Return a value that is a text or a list of texts; None for any other value and for a missing key."""
@@ -371,18 +374,28 @@ _NAMES_IN_FOLDERS = ("*/*.jinja", "*/*.py", "tokenizer/*", "?_pooling/config.jso
 _MAX_CARD_BYTES = 16 << 20
 
 
+def no_files() -> tuple[dict[str, bytes], str]:
+    """Generate nothing; see `SidecarFiles.generate`."""
+    return {}, ""
+
+
 @dataclass(frozen=True)
 class SidecarFiles:
     """names: files for the artifact, POSIX paths relative to the source, sorted; num_bytes: their total size.
 
     left_out: other files beside the weights, and folders that hold some. card: the bytes of the source's README.md,
-    from which the artifact's README.md is made; None without one.
+    from which the artifact's README.md is made; None without one. remarks: sentences for the manifest. generated: files
+    that a source without them makes of its own bytes, such as a tokenizer of metadata; generate: return their contents
+    by name, and a sentence for the manifest; no contents where it fails.
     """
 
     names: tuple[str, ...] = ()
     num_bytes: int = 0
     left_out: tuple[str, ...] = ()
     card: bytes | None = None
+    remarks: tuple[str, ...] = ()
+    generated: tuple[str, ...] = ()
+    generate: Callable[[], tuple[dict[str, bytes], str]] = no_files
 
     @classmethod
     def of_folder(cls, root: Path) -> SidecarFiles:
@@ -438,7 +451,7 @@ def _is_skipped(path: str) -> bool:
     components = path.split("/")
     if components[0] in WEIGHT_FOLDERS or any(name.startswith(".") for name in components):
         return True
-    return path in (CONFIG, MANIFEST, SUMS, CARD) or path.endswith(
+    return path in (CONFIG, MANIFEST, SUMS, CARD, EVALUATION) or path.endswith(
         (*WEIGHT_SUFFIXES, ".index.json")
     )
 

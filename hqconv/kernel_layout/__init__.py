@@ -2,7 +2,7 @@
 
 Interface to other rooms:
 * Supported combinations, without Humming and torch: `compatibility.why_not`, `why_overflow`, `nearest`; and what is
-  known of their layouts: `fuses_exponents`, `config_entries`, `gemm_bytes`.
+  known of their layouts: `fuses_exponents`, `config_entries`.
 * Forms of a GEMM, by Humming: `transform.packed_form` and `kernel_form` give names, shapes, dtypes, the layer config
   and flags; `needs_cuda` tells whether they depend on the compiler.
 * To the kernel format: `rank_slices.gemm_tensors` cuts a rank's packed tensors, `transform.to_kernel` transforms them;

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hqconv.schemas.dtypes import CodeKind, CodeType, code_of, num_bits, parse_code_type
+from hqconv.schemas.dtypes import CodeKind, CodeType, parse_code_type
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 
@@ -91,28 +91,6 @@ def nearest(spec: KernelSpec) -> tuple[list[str], list[str]]:
 
 
 PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
-
-
-def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool = False) -> int:
-    """Bytes of one expert's GEMM of [shape_n, shape_k] in the kernel layout, padding included."""
-    schema, param_bits = spec.schema, num_bits(code_of(spec.param_dtype))
-    n, k = shape_n + -shape_n % PAD_N, shape_k + -shape_k % PAD_K
-    rows, columns = schema.scale_group()
-    groups = k // (columns or k)
-    bits = n * k * schema.num_bits + n // (rows or n) * groups * num_bits(
-        code_of(schema.scale_dtype(spec.param_dtype))
-    )
-    if schema.has_zero_point:
-        bits += (
-            n
-            * groups
-            * (param_bits if schema.is_fp_zero_point else 4 if schema.num_bits <= 4 else 8)
-        )
-    bits += {"none": 0, "tensor": 32, "channel": n * param_bits}[
-        config_entries(spec)["weight_scale_2_type"]
-    ]
-    return (bits + has_bias * n * param_bits) // 8
-
 
 # --- fields that Humming derives -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ parts stored as plain numbers form a stack [E, …] without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,14 @@ class RawExperts:
         return RawExperts(
             self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True)
         )
+
+    def views(
+        self, ranges: Iterable[tuple[TensorRef, int]]
+    ) -> Iterator[tuple[TensorRef, memoryview]]:
+        """Yield ranges of the layout with the parts of the buffer that they fill."""
+        buffer = self.buffer.numpy().data
+        for ref, start in ranges:
+            yield ref, buffer[start : start + ref.num_bytes]
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """View a range as a tensor in its own dtype and shape, without a copy."""

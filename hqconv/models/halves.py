@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.tensors import TensorRef
 
-if TYPE_CHECKING:
-    from hqconv.models.source_protocol import Source
+ReadInto = Callable[[TensorRef, bytearray], None]  # fills a buffer with a tensor's bytes
 
 _HALVED_BY = (
     "0.16.",
@@ -56,12 +55,12 @@ def halves_warnings(layers: Sequence[MoeLayer], quantization: Any) -> tuple[str,
     )
 
 
-def halves_notices(source: Source, layers: Sequence[MoeLayer]) -> list[str]:
+def halves_notices(read_into: ReadInto, layers: Sequence[MoeLayer]) -> list[str]:
     """Warn of a gate whose even and odd rows have biases of different kinds: then they are gate's and up's in turns."""
     for layer in [layer for layer in layers if is_in_doubt(layer) and layer.has_bias][:2]:
         even, odd = list[float](), list[float]()
         for expert in range(min(_NUM_EXPERTS, layer.num_experts)):
-            values = _numbers(source, layer.sources[expert]["w1"]["bias"])
+            values = _numbers(read_into, layer.sources[expert]["w1"]["bias"])
             even += values[0::2]
             odd += values[1::2]
         if max(_distance(even, odd), _distance([*map(abs, even)], [*map(abs, odd)])) > _FAR:
@@ -73,9 +72,9 @@ def halves_notices(source: Source, layers: Sequence[MoeLayer]) -> list[str]:
     return []
 
 
-def _numbers(source: Source, ref: TensorRef) -> list[float]:
+def _numbers(read_into: ReadInto, ref: TensorRef) -> list[float]:
     data = bytearray(ref.num_bytes)
-    source.read_into(ref, data)
+    read_into(ref, data)
     if ref.dtype == "BF16":
         data = bytearray(
             byte for pair in zip(data[0::2], data[1::2], strict=True) for byte in (0, 0, *pair)

@@ -1,15 +1,17 @@
-"""Interface of a source for planning, conversion and verification, independent of how its experts are stored."""
+"""Interface of a source for planning, conversion and verification, independent of how its experts are stored.
+
+Three parts: the headers, from which a conversion is planned, the bytes, and the files that hold them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.gguf_header import StoredModel
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
@@ -18,6 +20,7 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from _typeshed import WriteableBuffer
 
@@ -37,72 +40,41 @@ class SourceFile:
     mtime_ns: int
 
 
-def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
-    """Read a tensor to the CPU, in its stored dtype. Raises InputError as `Source.read_into`."""
-    import torch
+class ReferenceTensor(NamedTuple):
+    """A tensor as a reference knows it. pieces: its bytes in order, uint8; reading them raises InputError."""
 
-    host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
-    source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
-    return host
-
-
-MADE, NOT_MADE = (
-    "The tokenizer was made",
-    "No tokenizer was made",
-)  # the warnings of a manifest begin so
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterator[np.ndarray[Any, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class MadeFiles:
-    """The tokenizer's files that an artifact gets from the metadata of a source's file `origin`.
+class SourceReference(Protocol):
+    """Independent account of a source whose files hold other tensors than `read_into` gives: for verification alone."""
 
-    obstacle: why they cannot be made here; "" if they can. A conversion may still find that they cannot.
-    """
+    def tensor(self, name: str) -> ReferenceTensor | None:
+        """Return a tensor beside the experts; None where nothing in the files has its values."""
+        ...
 
-    origin: str = ""
-    names: tuple[str, ...] = ()
-    obstacle: str = ""
+    def lost(
+        self, copied: Collection[str], converted: Collection[str], dropped: Collection[str]
+    ) -> Iterable[str]:
+        """Return the tensors of the files that an artifact with these accounts has lost."""
+        ...
 
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """The files that a conversion here would make."""
-        return () if self.obstacle else self.names
-
-    @property
-    def notice(self) -> str:
-        """Return what a dry run says of files that will be made."""
-        return (
-            f"the tokenizer will be made from the metadata of {self.origin} by transformers. The publisher's files "
-            "beside it are taken instead, if the source is a folder that has them."
-        )
-
-    def succeeded(self, versions: str) -> str:
-        """Return the warning of a manifest about files that were made."""
-        return (
-            f"{MADE} from the metadata of {self.origin} by {versions}; it may differ from the "
-            f"publisher's: {', '.join(self.names)}."
-        )
-
-    def failed(self, reason: str) -> str:
-        """Return the warning of a manifest without the files."""
-        return f"{NOT_MADE} from the metadata of {self.origin}: {reason}."
+    def is_projection(self, role: str, tensor: str, index: int) -> bool:
+        """Return whether a role's matrices are entry `index` of the projections in a tensor of the files."""
+        ...
 
 
-class Source(Protocol):
-    """A checkpoint, GGUF files, or an artifact. A context manager that closes its files.
+class SourceHeaders(Protocol):
+    """Facts of a source that are known without its weights.
 
-    Opening one reads headers only and loads no torch; `read_expert` and `read_raw` do.
-
-    root: the folder. place: the folder, or the file of a source that is one GGUF model of a folder, and takes nothing
-    else of it. name: the folder's or the file's, or the repo's without the organisation. repo_id, revision: Hub id and
-    commit, None for a folder. config: config.json. quantization: its quantization_config or the file that stands for
-    it. files: the weight files sorted by name. tensors: by file, then by offset. metadata: `__metadata__` of each file.
-    index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
-    an artifact gets verbatim, relative to root. made: the files that it gets made from metadata. total_bytes: of all
-    tensors. guard: state of all files that are read. listing: files of a Hub repo of which some are not on this
-    machine, else None.
-    sorted_layers: the layers of an artifact whose intermediate columns were sorted by group (`intermediate_order` in
-    its manifest). stored_model: the GGUF files as they are, where `read_into` gives other tensors than they hold.
+    root: the folder. place: the folder, or the file of a source that takes nothing else of its folder. name: the
+    folder's or the file's, or the repo's without the organisation. repo_id, revision: Hub id and commit, None for a
+    folder. config: config.json. quantization: its quantization_config or the file that stands for it. files: the weight
+    files sorted by name. tensors: by file, then by offset. index_sha256: None without an index. sidecar_files: the
+    files beside the weights. sorted_layers: the layers of an artifact whose intermediate columns were sorted by group
+    (`intermediate_order` in its manifest).
     """
 
     root: Path
@@ -114,41 +86,60 @@ class Source(Protocol):
     quantization: dict[str, Any] | None
     files: tuple[SourceFile, ...]
     tensors: dict[str, TensorRef]
-    metadata: tuple[Mapping[str, str], ...]
     index_sha256: str | None
-    loose: SidecarFiles
-    other_files: tuple[str, ...]
-    made: MadeFiles
-    total_bytes: int
-    guard: FileSnapshot
-    listing: Listing | None
+    sidecar_files: SidecarFiles
     sorted_layers: frozenset[str]
-    stored_model: StoredModel | None
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Return True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def close(self) -> None:
-        """Close the files; no read may be under way, and none may follow."""
-        ...
 
     def map_experts(self) -> ExpertMap:
         """Map the experts, and every tensor to its use. Raises RequestError or InputError for unclear tensors."""
         ...
 
-    def make_files(self) -> tuple[dict[str, bytes], str]:
-        """Return `made` files and a sentence for the manifest about how, or about why there are none.
 
-        ({}, "") for a source whose files are never made. May load transformers. Raises InputError for a file that
-        changed, NetworkError.
+class SourceBytes(Protocol):
+    """The weights of a source. Any thread may read. Only `read_expert` loads torch.
+
+    reads_ahead: whether the bytes of experts are ranges that are read before they are decoded (`RawExperts`).
+    """
+
+    @property
+    def reads_ahead(self) -> bool: ...
+
+    def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
+        """Fill all of `buffer` with a tensor's bytes from byte `start` on. Raises InputError."""
+        ...
+
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fill each buffer with all bytes of its tensor; adjoining ranges are read by one call. Raises InputError."""
+        ...
+
+    def read_expert(
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
+    ) -> dict[str, SourceMatrix]:
+        """Decode projections of one expert on `device`. Raises InputError for unusable values.
+
+        With `raw` nothing is read from files; the result may hold views of it.
         """
         ...
+
+    def reference(self) -> SourceReference | None:
+        """Return the reference for `read_into`; None where it gives what the files hold."""
+        ...
+
+
+class SourceFiles(Protocol):
+    """The files of a source. Any thread may call the methods.
+
+    guard: state of all files that are read. listing: files of a Hub repo of which some are not on this machine, else
+    None.
+    """
+
+    guard: FileSnapshot
+    listing: Listing | None
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine; else it is read from the Hub, range by range."""
@@ -160,7 +151,7 @@ class Source(Protocol):
         check: Callable[[], None] | None = None,
         into: Path | None = None,
     ) -> None:
-        """Download files of a repo that are not in the Hub cache; any thread may. Nothing happens for a folder.
+        """Download files of a repo that are not in the Hub cache. Nothing happens for a folder.
 
         check: called between pieces of a download, see `hub.fetch_file`. into: the folder for the files; None for the
         Hub cache.
@@ -168,34 +159,29 @@ class Source(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
+        """Read a file of a repo from the Hub again, as its copy will be removed."""
         ...
 
-    def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
-        """Fill all of `buffer` with a tensor's bytes from byte `start` on; any thread may. Raises InputError."""
+
+class Source(SourceHeaders, SourceBytes, SourceFiles, Protocol):
+    """A checkpoint, GGUF files, or an artifact. A context manager that closes its files.
+
+    Opening one reads headers only and loads no torch.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the files; no read may be under way, and none may follow."""
         ...
 
-    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
-        """Fill each buffer with all bytes of its tensor; adjoining ranges are read by one call. Raises InputError."""
-        ...
 
-    def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
-        """Read byte ranges into the buffer, each to its start; any thread may. Raises InputError.
+def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
+    """Read a tensor to the CPU, in its stored dtype. Raises InputError as `Source.read_into`."""
+    import torch
 
-        Only if `reads_ahead`.
-        """
-        ...
-
-    def read_expert(
-        self,
-        layer: MoeLayer,
-        expert: int,
-        roles: Sequence[str],
-        device: torch.device,
-        raw: RawExperts | None = None,
-    ) -> dict[str, SourceMatrix]:
-        """Decode projections of one expert on `device`; any thread may. Raises InputError for unusable values.
-
-        With `raw` nothing is read from files; the result may hold views of it.
-        """
-        ...
+    host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+    source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
+    return host

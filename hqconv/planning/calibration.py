@@ -103,7 +103,7 @@ class Calibration:
         Raises as `read_text`, and RequestError for a text of less than two tokens.
         """
         transformers = import_transformers("A calibration runs the model")
-        source.fetch(source.other_files)  # the tokenizer's among them
+        source.fetch(source.sidecar_files.names)  # the tokenizer's among them
         with quiet_loading(transformers), folder_of(source) as folder:
             words = read_text(
                 transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place)

@@ -97,24 +97,12 @@ class EncodingOptions:
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest's keys; options at their default have none."""
         document: dict[str, Any] = {"round_scales": True} if self.round_scales else {}
-        document |= self._quantizer_to_dict()
+        if self.quantizer != RTN:
+            document["quantizer"] = self.quantizer
+            document["quantizer_version"] = quantizer_version(self.quantizer)
         if self.calibration is not None:
             document["calibration"] = self.calibration.to_dict()
         return document
-
-    def _quantizer_to_dict(self) -> dict[str, Any]:
-        """Return the quantizer with the version of its search; nothing for rtn."""
-        if self.quantizer == RTN:
-            return {}
-        return {"quantizer": self.quantizer, "quantizer_version": quantizer_version(self.quantizer)}
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must agree on, by the options' names on the command line."""
-        return {
-            "--round-scales": self.round_scales,
-            "--quantizer": self._quantizer_to_dict(),
-            "--calibrate": None if self.calibration is None else self.calibration.to_dict(),
-        }
 
     def name_parts(self) -> tuple[str, ...]:
         """Return the parts of a default output folder's name."""

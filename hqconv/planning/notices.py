@@ -7,13 +7,7 @@ from typing import Any
 
 from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
-from hqconv.formats.source_format import (
-    DIRECT_ROUNDED,
-    LARGEST_CHANGE,
-    conversion_of,
-    why_not_direct,
-)
-from hqconv.io.checkpoint_files import FrontMatter, are_all_shards, has_tokenizer
+from hqconv.io.checkpoint_files import FrontMatter, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -28,7 +22,6 @@ from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
 from hqconv.schemas.options import RTN
-from hqconv.schemas.weight_schema import PARAM_DTYPES
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 
@@ -43,10 +36,7 @@ def request_warnings(
 
     config: the source's config.json.
     """
-    warnings = [*experts.config_warnings, *_rounding_warnings(experts, spec)]
-    warnings += _search_warnings(experts, spec)
-    warnings += _order_warnings(experts, spec)
-    warnings += _dtype_warnings(experts, spec)
+    warnings = [*experts.config_warnings, *_search_warnings(experts, spec)]
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
@@ -112,40 +102,13 @@ def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
 
 
 def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn if there is no scale to search for; of shared scales and orders of columns only the data tell."""
+    """Warn if a search or a calibration has nothing to choose: all codes are kept."""
     options = spec.encoding
-    for layer in experts.layers:
-        encoding = spec.encoding_of(layer)
-        for gemm in (encoding.w13, encoding.w2):
-            may_requantize = (
-                gemm.schema.is_coupled or gemm.is_permuted
-            ) and not spec.must_be_direct
-            if may_requantize or not gemm.is_direct:
-                return []
-    if options.quantizer == RTN:
+    keeps_all = all(spec.encoding_of(layer).keeps_codes for layer in experts.layers)
+    if options.quantizer == RTN or not keeps_all:
         return []
     named = f"--quantizer {options.quantizer}" if options.calibration is None else "--calibrate"
-    return [
-        f"{named} has no effect: the codes of all experts are kept, and there is no scale to search for."
-    ]
-
-
-def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn of columns with an order of groups: whether codes can be kept is known from the values of g_idx alone."""
-    layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
-    if not layers:
-        return []
-    otherwise = (
-        "refused"
-        if all(spec.kept(layer.name) for layer in layers)
-        else "quantized anew, and counted"
-    )
-    return [
-        f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
-        "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
-        f"and up are kept where g_idx is column // group size; elsewhere they are {otherwise}, because the kernel has "
-        "one input for all experts."
-    ]
+    return [f"{named} has no effect: the codes of all experts are kept."]
 
 
 def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
@@ -169,48 +132,6 @@ def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> lis
     ]
 
 
-def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Name a parameter dtype under which more layers would keep their codes and scales."""
-    if not spec.encoding.keeps_scales:
-        return []
-    gemms = [
-        (layer.format.of_gemm(gemm), spec.layer_spec_of(layer.name).schema.of(gemm))
-        for layer in experts.layers
-        for gemm in artifact_names.GEMMS
-    ]
-    num_direct: dict[str, int] = {
-        dtype: sum(not why_not_direct(source, schema, dtype) for source, schema in gemms)
-        for dtype in PARAM_DTYPES
-    }
-    return [
-        f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
-        for dtype, count in num_direct.items()
-        if count > num_direct[spec.param_dtype]
-    ]
-
-
-def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn of scales that are rounded without being asked for: where the schema's codes are the source's."""
-    dtype = spec.param_dtype
-    kinds = {
-        source.scale_dtype
-        for layer in experts.layers
-        for gemm in artifact_names.GEMMS
-        if gemm not in spec.kept(layer.name)
-        and conversion_of(
-            source := layer.format.of_gemm(gemm),
-            spec.layer_spec_of(layer.name).schema.of(gemm),
-            dtype,
-        )
-        == DIRECT_ROUNDED
-    }
-    return [
-        f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
-        f"by {LARGEST_CHANGE[dtype]:.2%} at most."
-        for kind in sorted(kinds)
-    ]
-
-
 def _missing_scales(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn of experts that calibration missed: the largest scale of the other experts serves these too."""
     layers = spec.static_layers(experts)
@@ -230,7 +151,7 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    notices += halves_notices(checkpoint, experts.layers)
+    notices += halves_notices(checkpoint.read_into, experts.layers)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)
@@ -240,34 +161,17 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
             "and the number of experts per token with the model's code."
         )
-    if checkpoint.index_sha256 is None and are_all_shards([file.name for file in checkpoint.files]):
-        notices.append(
-            f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
-            "shards. The artifact has an index of its own; a server of the source needs one."
-        )
-    if checkpoint.made.planned:
-        notices.append(checkpoint.made.notice)
-    elif not has_tokenizer(checkpoint.other_files):
-        made = checkpoint.made
-        if made.obstacle:
-            notices.append(
-                f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}."
-            )
-        if checkpoint.place == checkpoint.root:
-            notices.append(no_tokenizer("source"))
-        else:
-            remedy = (
-                "put the GGUF file and the publisher's files into a folder, and convert the folder"
-            )
-            notices.append(no_tokenizer("source", remedy))
+    beside = checkpoint.sidecar_files
+    if not has_tokenizer((*beside.names, *beside.generated)):
+        notices.append(no_tokenizer("source"))
     return notices
 
 
-def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
-    """Return the warning of a folder, or a file, without a tokenizer."""
+def no_tokenizer(what: str) -> str:
+    """Return the warning of a source or artifact without a tokenizer."""
     return (
-        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
-        "with --tokenizer."
+        f"the {what} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files into "
+        "the folder of the weights and use the folder, or start the server with --tokenizer."
     )
 
 
@@ -291,11 +195,11 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
 
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
-    warnings = []
-    if left_out := checkpoint.loose.left_out:
+    warnings = [*checkpoint.sidecar_files.remarks]
+    if left_out := checkpoint.sidecar_files.left_out:
         what = plural(len(left_out), "file or folder", "files and folders")
         warnings.append(f"{what} left out: {first_few(left_out)}.")
-    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
+    problem = FrontMatter.of(checkpoint.sidecar_files.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
     return warnings

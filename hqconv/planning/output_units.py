@@ -198,6 +198,15 @@ class CopiedShardPlan:
 OutputUnit = MoeLayerPlan | CopiedShardPlan
 
 
+def has_index(units: Iterable[OutputUnit], layout: str) -> bool:
+    """Return whether an artifact has an index of its ordinary shards.
+
+    Beside rank files even a single shard has one: without an index loaders take all safetensors files.
+    """
+    num_shards = sum("/" not in file.path for unit in units for file in unit.files)
+    return num_shards > (1 if layout == artifact_names.CHECKPOINT else 0)
+
+
 def gemm_shapes(layer: MoeLayer, tp: int, schema: LayerSchema) -> dict[str, tuple[int, int]]:
     """Return (N, K) of each GEMM on every TP rank, before the kernel's padding."""
     share = tp_share(layer.intermediate_size, tp, schema)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -166,6 +166,37 @@ class ConversionSpec:
         return [
             layer for layer in experts.layers if self.layer_spec_of(layer.name).inputs.is_static
         ]
+
+    def request(self, left: Iterable[str]) -> dict[str, Any]:
+        """Return the options that decide the bytes of the artifact, by their names on the command line.
+
+        left: layers that are copied unchanged.
+        """
+        encoding = self.encoding.to_dict()
+        calibration = encoding.get("calibration", {})
+        layers = {
+            name: {"schema": layer.schema.name, "input_schema": layer.inputs.name}
+            for name, layer in self.of_layers.items()
+        }
+        return {
+            "schema": self.schema.name,
+            "input_schema": self.inputs.name,
+            "target": self.target.name,
+            "cuda": self.target.cuda_name,
+            "dtype": self.param_dtype,
+            "layout": self.layout,
+            "tp": self.grid.tp,
+            "tp_split": self.grid.split,
+            "ep": self.grid.ep,
+            "expert_placement": self.grid.placement,
+            "redundant_experts": self.grid.redundant,
+            "quantizer": self.encoding.quantizer,
+            "round_scales": self.encoding.round_scales,
+            "calibrate": calibration.get("name"),
+            "calibrate_tokens": calibration.get("num_tokens"),
+            "calibrate_context": calibration.get("context_length"),
+            "overrides": layers | dict.fromkeys(left, "none"),
+        }
 
     @property
     def kernel_specs(self) -> list[KernelSpec]:

@@ -34,7 +34,6 @@ from hqconv.quantization.group_scales import (
 )
 from hqconv.quantization.quantized import CodeSink, QuantizedStack, num_groups
 from hqconv.quantization.scale_search import Ladder, SearchResult, magnitude_bytes, search
-from hqconv.schemas import sum_factors
 from hqconv.schemas.dtypes import CodeKind
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
@@ -203,7 +202,7 @@ def _of_rows(arrays: Sequence[Array], rows: slice, total: int) -> tuple[Array, .
 
 @dataclass(frozen=True, eq=False)
 class _Encoder:
-    """Encoder of a stack: gives packed codes, or fills a sink and gives content sums of the packed codes."""
+    """Encoder of a stack: gives packed codes, or fills a sink."""
 
     rows: _Rows
     schema: WeightSchema
@@ -218,17 +217,15 @@ class _Encoder:
         )
         num_experts, num_rows, num_columns = self.rows.shape
         total, num_words = len(self.rows.bits), num_columns * self.schema.num_bits // 32
-        shape, row_sums = (num_experts, num_rows, num_words), None
+        shape = (num_experts, num_rows, num_words)
         sums, exact = np.empty((2, total)), np.zeros(total if self.count_exact else 0, np.int64)
         if self.sink is None:
             packed = np.empty((total, num_words * 4), np.uint8)
             self._pack(given.limit, groups, (packed, *sums, exact))
             weight = torch.from_numpy(packed.view(np.int32)).view(shape)
         else:
-            sums_of_codes = np.empty(total, np.int64)
-            self._fill(self.sink, given.limit, groups, (sums_of_codes, *sums, exact))
+            self._fill(self.sink, given.limit, groups, (*sums, exact))
             weight = torch.empty(shape, dtype=torch.int32, device="meta")
-            row_sums = torch.from_numpy(sums_of_codes).view(num_experts, num_rows)
         error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(
             2, num_experts
         )
@@ -238,7 +235,6 @@ class _Encoder:
             torch.from_numpy(power),
             torch.from_numpy(exact.reshape(num_experts, -1).sum(axis=1)),
             num_groups((num_rows, num_columns), self.schema) if self.count_exact else 0,
-            row_sums=row_sums,
         )
 
     def _pack(self, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
@@ -261,14 +257,11 @@ class _Encoder:
         """Encode into a sink, in helper threads."""
         bits, total, num_rows = self.rows.bits, len(self.rows.bits), self.rows.shape[1]
         encode = panel_encoder(self.schema.code_type, sink.store, sink.panel_rows)
-        columns = sum_factors.factors("column", bits.shape[1] * self.schema.num_bits // 32)
 
         def run(panels: slice) -> None:
             rows = slice(panels.start * sink.panel_rows, panels.stop * sink.panel_rows)
             parts = _of_rows(groups, rows, total), _of_rows(out, rows, total)
-            encode(
-                bits[rows], np.float32(limit), *parts, rows.start, num_rows, columns, sink.arrays
-            )
+            encode(bits[rows], np.float32(limit), *parts, rows.start, num_rows, sink.arrays)
 
         in_parts(run, total // sink.panel_rows)
 

@@ -45,7 +45,7 @@ def quantize_stacks(
     Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
     dtype, as in Humming's `quant_tensor`; `powers` must be None.
 
-    sinks: on the CPU, where each stack's codes go instead of into packed codes (see `QuantizedStack.row_sums`).
+    sinks: on the CPU, where each stack's codes go instead of into packed codes (see `QuantizedStack`).
     """
     assert quantizer in QUANTIZERS, quantizer
     if schema.rotation:

@@ -62,8 +62,7 @@ class QuantizedStack:
     `tensors`: `weight` int32 [E, N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them; tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`. row_sums: of codes that went into a `CodeSink`, int64 [E, N], as `content_sums.row_sums`; then
-    `weight` is a `meta` tensor.
+    `is_direct`. Where codes went into a `CodeSink`, `weight` is a `meta` tensor.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -73,7 +72,6 @@ class QuantizedStack:
     num_groups: int = 0
     is_direct: bool = False
     scale_change: torch.Tensor | None = None
-    row_sums: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
         """Return the input of `error_sums`: float64 [3, E] on the device."""

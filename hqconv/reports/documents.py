@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +29,28 @@ from hqconv.conversion.output_folder import (
     unfinished_folder,
 )
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.errors import (
-    HqconvError,
-    InputError,
-    OutputError,
-    RequestError,
-    VerificationError,
-    number_runs,
-)
+from hqconv.errors import InputError, OutputError, RequestError, VerificationError, number_runs
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.checkpoint_files import has_tokenizer, readable
-from hqconv.io.durable_files import check_space, partial, size_of
+from hqconv.io.checkpoint_files import readable
+from hqconv.io.durable_files import check_space, size_of
 from hqconv.io.hub import Listing
-from hqconv.io.safetensors_header import read_header
-from hqconv.kernel_layout.compatibility import why_not
-from hqconv.models.config_facts import layer_notices
+from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_matrix_scales, is_served_with
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.notices import no_tokenizer, source_notices
-from hqconv.planning.plan import (
-    ConversionPlan,
-    GpuMemory,
-    SourceFacts,
-    expert_bytes,
-    other_bytes_on_gpu,
-    source_facts,
-)
+from hqconv.planning.notices import source_notices
+from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
-from hqconv.reports.parts import Document
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.gpu_target import TARGETS, GpuTarget
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget, gpu_named, parse_target
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
-from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
+from hqconv.schemas.model_config import AttentionHeads, attention_heads
 from hqconv.schemas.options import group_by_schema
-from hqconv.schemas.sum_factors import SUMS
-from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
     CODES,
@@ -84,8 +62,11 @@ from hqconv.schemas.weight_schema import (
     SHORTHAND,
     LayerSchema,
     WeightSchema,
+    resolve_schema,
 )
 from hqconv.sources.opening import locate_source, open_location
+
+Document = dict[str, Any]  # for JSON
 
 SHAPE_KEYS = (
     "num_experts",
@@ -103,30 +84,19 @@ SHAPE_KEYS = (
 
 def layer_runs(layers: Mapping[str, Mapping[str, Any]]) -> list[Document]:
     """Layers of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
-    runs: dict[tuple[str, str, str], list[int]] = {}
+    runs: dict[tuple[str, str], list[str]] = {}
     for name, document in layers.items():
-        parts = re.split(r"\b(\d+)\b", name, maxsplit=1)
-        before, number, after = parts if len(parts) == 3 else (name, "", "")
-        key = (before, after, json.dumps({k: document[k] for k in SHAPE_KEYS if k in document}))
-        runs.setdefault(key, []).extend([int(number)] if number else [])
+        pattern = re.sub(r"\b\d+\b", "[]", name, count=1)
+        shape = {key: document[key] for key in SHAPE_KEYS if key in document}
+        runs.setdefault((pattern, json.dumps(shape)), []).append(name)
     entries = []
-    for (before, after, shape), numbers in runs.items():
-        count = max(len(numbers), 1)
-        middle = (
-            str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]" if numbers else ""
-        )
-        name = f"{before}{middle}{after}"
-        entries.append({"name": name, "num_blocks": count, **json.loads(shape)})
+    for (pattern, shape_text), names in runs.items():
+        name = names[0]
+        if len(names) > 1:
+            numbers = [int(number[0]) for each in names if (number := re.search(r"\b\d+\b", each))]
+            name = pattern.replace("[]", f"[{','.join(number_runs(numbers))}]", 1)
+        entries.append({"name": name, "num_blocks": len(names), **json.loads(shape_text)})
     return entries
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`3-60`, `0-3,7`, or `1,3,…,59` for a regular step."""
-    numbers = sorted(numbers)
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
-    return ",".join(number_runs(numbers))
 
 
 def quant_method(quantization: Any) -> Any:
@@ -136,20 +106,17 @@ def quant_method(quantization: Any) -> Any:
     return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
-def schema_to_dict(schema: LayerSchema, param_dtype: str) -> Document:
-    """Document of a schema, with the support of its checkpoint layout by the engine without hqconv's plugin."""
-    obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
+def schema_to_dict(schema: LayerSchema) -> Document:
+    """Document of a schema."""
     return {
         "name": schema.name,
         "description": schema.describe(),
         "bits_per_weight": schema.bits_per_weight(),
         "weight_schema": schema.to_dict(),
-        "stock_vllm_serves_checkpoint_layout": obstacle is None,
-        "stock_vllm_obstacle": obstacle,
-        "stock_vllm_param_dtypes": [
-            dtype for dtype in PARAM_DTYPES if not ENGINE.checkpoint_layout_obstacle(schema, dtype)
-        ],
     }
+
+
+# --- sources and plans
 
 
 def describe_source(checkpoint: Source) -> Document:
@@ -167,74 +134,27 @@ def describe_source(checkpoint: Source) -> Document:
     except RequestError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
     try:
-        notices = check_matrix_scales(checkpoint, experts.layers)
+        scale_notices = check_matrix_scales(checkpoint, experts.layers)
     except InputError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
     heads = facts.heads
-    sizes = {name: _tp_sizes(experts.layers, schema, heads) for name, schema in PRESETS.items()}
-    dealt = {
-        name: _tp_sizes(experts.layers, schema, heads, GROUPS) for name, schema in PRESETS.items()
-    }
-    of_groups = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
-    obstacles = {
-        str(tp): reason
-        for tp in _TP_SIZES
-        if (reason := ENGINE.heads_obstacle(Grid(tp), heads)) is not None
-    }
-    refused = [
-        f"{ENGINE.name} does not start with --tp {tp}: {reason}."
-        for tp, reason in obstacles.items()
-    ]
     return {
         **document,
         "convertible": True,
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
         "tensors": tensors_to_dict(facts, experts),
-        "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
         "attention": {key: count for key, count in vars(heads).items() if count is not None},
-        "tp_sizes": sizes,
-        "tp_sizes_of_groups": of_groups,
-        "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
-        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
-        "tp_obstacles": obstacles,
+        "tp_sizes": _tp_sizes(experts, heads, EVEN),
+        "tp_sizes_of_groups": _tp_sizes(experts, heads, GROUPS),
         "warnings": [
             *experts.config_warnings,
             *source_notices(checkpoint, experts),
-            *refused[:1],
-            *notices,
+            *scale_notices,
         ],
-    }
-
-
-_TP_SIZES = (2, 4, 8, 16)  # of a node or two
-_MAX_TP_SHOWN = 16
-_ANY_GPU = GpuTarget(90)  # sizes in memory are the same on all
-
-
-def _gpu_memory(
-    checkpoint: Source, experts: ExpertMap, heads: AttentionHeads, sizes: Mapping[str, list[int]]
-) -> dict[str, dict[str, int]]:
-    """Bytes of weights on each GPU: preset → TP size, of those that work, up to 16; see `gpu_memory`."""
-    param_dtype = default_param_dtype(checkpoint.config, experts)
-    specs = {name: LayerSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
-    others = {
-        tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads)
-        or 0
-        for tp in sorted(
-            {size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN}
-        )
-    }
-    return {
-        name: {
-            str(tp): expert_bytes(experts.layers, specs[name], tp) + others[tp]
-            for tp in others
-            if tp in of_schema
-        }
-        for name, of_schema in sizes.items()
     }
 
 
@@ -254,10 +174,9 @@ def source_to_dict(facts: SourceFacts) -> Document:
 
 def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Document:
     """Numbers of converted, copied and dropped tensors, and the reasons."""
-    kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
+    names = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
     document: Document = {
-        kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]}
-        for kind, names in kinds.items()
+        kind: {"num_tensors": len(names[kind]), "num_bytes": facts.bytes_of[kind]} for kind in names
     }
     document["dropped"]["reasons"] = dict(experts.dropped)
     return document
@@ -270,38 +189,41 @@ def layer_to_dict(layer: MoeLayer) -> Document:
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
 
 
-def _tp_sizes(
-    layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN
-) -> list[int]:
-    """TP sizes that cut no scale group of any layer, and that share the attention heads evenly.
+def _tp_sizes(experts: ExpertMap, heads: AttentionHeads, split: str) -> dict[str, list[int]]:
+    """Preset → TP sizes that cut no scale group of any layer, and that share the attention heads evenly.
 
     With the split `groups` only sizes with which the engine's MoE layers start.
     """
-    sizes: list[set[int]] = []
-    for hidden, inner, pads in {
-        (b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers
-    }:
-        works = working_tp_sizes(inner, schema, pads_last_rank=pads, split=split)
-        if split == GROUPS:
-            works = [size for size in works if ENGINE.inner_obstacle(inner, Grid(size)) is None]
-        sizes.append(set() if hidden % hidden_unit(schema) else set(works))
-    return (
-        [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)]
-        if sizes
-        else []
-    )
+    shapes = {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in experts.layers}
+    sizes = {}
+    for name, schema in PRESETS.items():
+        works = [_layer_tp_sizes(*shape, schema, split) for shape in shapes]
+        common = sorted(set.intersection(*works))
+        sizes[name] = [size for size in common if is_served_with(size, heads)]
+    return sizes
+
+
+def _layer_tp_sizes(
+    hidden_size: int, intermediate_size: int, pads_last_rank: bool, schema: WeightSchema, split: str
+) -> set[int]:
+    if hidden_size % hidden_unit(schema):
+        return set()
+    works = working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank, split=split)
+    if split == EVEN:
+        return set(works)
+    return {size for size in works if not ENGINE.inner_obstacle(intermediate_size, Grid(size))}
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
-    spec, experts, memory = plan.spec, plan.experts, plan.gpu_memory
+    spec, experts = plan.spec, plan.experts
     staging = plan_staging(plan.layers, resources)
     return {
         "kind": "plan",
         "source": source_to_dict(plan.source),
         "family": experts.family,
         "family_chosen_because": experts.chosen_because,
-        "schema": schema_to_dict(spec.schema, spec.param_dtype),
+        "schema": schema_to_dict(spec.schema),
         "otherwise": spec.otherwise(),
         "left_blocks": list(experts.left),
         "layout": spec.layout,
@@ -317,14 +239,15 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "tensors": tensors_to_dict(plan.source, experts),
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "files": [
-            {"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files
+            {"path": file.path, "size_bytes": file.size_bytes}
+            for unit in plan.units
+            for file in unit.files
         ],
         "other_files": list(plan.other_files),
         "conversion": dict(Counter(layer.encoding.conversion for layer in plan.layers)),
         "num_bytes_in": plan.source.num_bytes,
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
-        "gpu_memory": None if memory is None else memory.to_dict(),
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
@@ -335,46 +258,35 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
 def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bool) -> list[str]:
     """Obstacles to the plan in the folder `out`, for a dry run; reads only.
 
-    For a resumed conversion only the files are compared, not the options.
+    Of a resumed conversion neither the options nor the disk are checked.
     """
-    place = unfinished_folder(out)
-    found = _occupied(out, is_unfinished=place is not None, goes_on=resume or overwrite)
-    notes = [] if found is None else [cannot_use(out, found).message()]
+    unfinished = unfinished_folder(out)
+    notes = []
+    obstacle = _obstacle(out, is_unfinished=unfinished is not None, continues=resume or overwrite)
+    if obstacle is not None:
+        notes.append(cannot_use(out, obstacle).message())
     try:
-        if overwrite and is_artifact(out) and place is None:
+        if overwrite and is_artifact(out) and unfinished is None:
             check_replaceable(out)
             check_strays(out, listed_files(out), plan.paths)
-        if not (resume and place is None and is_artifact(out)):
-            check_space(out, _num_bytes_left(plan, place if resume else None))
+        if not resume:
+            check_space(out, plan.num_bytes_out + plan.other_bytes)
     except OutputError as error:
         notes.append(error.message())
     return notes
 
 
-def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
-    """Bytes that are still to be written; place: folder of an unfinished conversion that is resumed.
-
-    Output units whose files all exist are kept, and half-written files are removed before anything is written.
-    """
-    units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
-    if place is None:
-        return sum(size for files in units for _, size in files) + plan.other_bytes
-    missing = [
-        files for files in units if any(_size_of(place, path, None) != size for path, size in files)
-    ]
-    halves = (partial(place / path) for files in units for path, _ in files)
-    num_bytes = sum(size for files in missing for _, size in files) + plan.other_bytes
-    return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
-
-
-def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
-    """Obstacles to a conversion into `out`. goes_on: with --resume or --overwrite."""
+def _obstacle(out: Path, *, is_unfinished: bool, continues: bool) -> str | None:
+    """Return what prevents a conversion into `out`. continues: with --resume or --overwrite."""
     if out.exists() and not out.is_dir():
         return "a file"
     if is_unfinished or is_artifact(out):
         state = "an unfinished conversion" if is_unfinished else "a finished artifact"
-        return None if goes_on else state
+        return None if continues else state
     return FOREIGN_FOLDER if out.is_dir() and files_in(out) else None
+
+
+# --- artifacts
 
 
 def describe_artifact(
@@ -393,33 +305,25 @@ def describe_artifact(
     manifest = manifest or read_manifest(root)
     layers, errors = manifest.blocks, manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
-    missing = manifest.missing_files(lambda name: _size_of(root, name, listing))
-    config = config_of(root)
-    heads = attention_heads(config)
-    tensors = _ordinary_tensors(root, manifest)
-    rank_bytes = _rank_bytes(manifest)
-    others = (
-        None
-        if tensors is None
-        else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
+    missing = manifest.missing_files(
+        lambda name: size_of(root / name) if listing is None else listing.sizes.get(name)
     )
-    # None in the checkpoint layout, and if no server starts.
-    memory = (
-        None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
-    )
-    source, *before = (
-        {"name": one.source.name, "revision": one.source.revision} for one in manifest.steps
+    config = _config_of(root)
+    accounting = manifest.tensors
+    overridden = [
+        (name, layer.schema_name or "", layer.input_schema or "")
+        for name, layer in layers.items()
+        if layer.is_overridden
+    ]
+    serve_command = ENGINE.serve_command(
+        repo_id or str(root), manifest.layout, manifest.grid, attention_heads(config)
     )
     return {
         "kind": "artifact",
         "folder": str(root),
         **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
-        "schema": schema_to_dict(manifest.layer_spec.schema, manifest.dtype),
-        "otherwise": group_by_schema(
-            (name, layer.schema_name or "", layer.input_schema or "")
-            for name, layer in layers.items()
-            if layer.is_overridden
-        ),
+        "schema": schema_to_dict(manifest.layer_spec.schema),
+        "otherwise": group_by_schema(overridden),
         "left_blocks": list(manifest.left),
         "layout": manifest.layout,
         "target": manifest.target,
@@ -435,84 +339,55 @@ def describe_artifact(
         "hqconv_version": manifest.hqconv_version,
         "humming_kernels_version": manifest.humming_kernels_version,
         "format_version": manifest.format_version,
-        "source": source,
-        "derived_from": [
-            {
-                "schema_name": one.schema_name,
-                "manifest_sha256": one.manifest_sha256,
-                "source": of_one,
-            }
-            for one, of_one in zip(manifest.ancestors, before, strict=True)
-        ],
+        "source": {"name": manifest.source.name, "revision": manifest.source.revision},
         "manifest_sha256": manifest.sha256,
         "warnings": list(manifest.warnings or ()),
-        "notices": _artifact_notices(manifest, config, tensors, heads),
         "quant_method": quant_method(config.get("quantization_config")),
         "tensors": {
-            "converted": len(manifest.tensors.converted),
-            "copied": len(manifest.tensors.copied),
-            "dropped": len(manifest.tensors.dropped),
+            "converted": len(accounting.converted),
+            "copied": len(accounting.copied),
+            "dropped": len(accounting.dropped),
         },
-        "blocks": layer_runs(
-            {name: _stored_layer_to_dict(layer) for name, layer in layers.items()}
-        ),
+        "blocks": layer_runs({name: _stored_layer(layer) for name, layer in layers.items()}),
         "conversion": dict(Counter(layer.conversion for layer in layers.values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
         "largest_scale_change": scale_changes(errors),
-        "input_scales": _input_scales(layers.values()),
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-        "rank_bytes": rank_bytes,
-        "gpu_memory": None if memory is None else memory.to_dict(),
+        "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
-        "serve_command": ENGINE.serve_command(
-            repo_id or str(root), manifest.layout, manifest.grid, heads
-        ),
+        "serve_command": serve_command,
     }
 
 
-def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | None:
-    """Read the headers of the files of copied tensors; None if one is damaged or not on this machine."""
-    found: dict[str, TensorRef] = {}
-    folder = f"{artifact_names.EXPERTS_FOLDER}/"
-    for name in manifest.files:
-        if not name.endswith(".safetensors") or name.startswith(folder):
-            continue
-        try:
-            found |= read_header(root / name)[0]
-        except (HqconvError, OSError):
-            return None
-    return found
+def _config_of(root: Path) -> Document:
+    """Return the config.json of an artifact; {} if it cannot be read."""
+    try:
+        document = read_json(root / artifact_names.CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
-def _artifact_notices(
-    manifest: Manifest,
-    config: Document,
-    tensors: Mapping[str, TensorRef] | None,
-    heads: AttentionHeads,
-) -> list[str]:
-    """Return what a server of the artifact lacks: layers, a tokenizer, ranks that can share the attention heads."""
-    family, notices = BY_NAME.get(manifest.family), []
-    layers = [*manifest.blocks, *manifest.left]
-    if family is not None and tensors is not None:
-        with suppress(HqconvError):  # of a config that is not usable
-            names = [*tensors, *(f"{layer}." for layer in layers)]
-            notices += layer_notices(family, layers, names, text_config(config))
-    if not has_tokenizer(manifest.files):
-        notices.append(no_tokenizer("artifact"))
-    if manifest.is_kernel and (reason := ENGINE.heads_obstacle(manifest.grid, heads)) is not None:
-        notices.append(f"{ENGINE.name} does not start with these ranks: {reason}.")
-    return notices
+def _stored_layer(layer: ManifestLayer) -> Document:
+    """Document of a layer of the manifest, with its source's format in one line."""
+    try:
+        source_format = SourceFormat.from_dict(layer.source_format).describe()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        source_format = "unknown"
+    activation = layer.activation_function.to_dict(layer.gated)
+    return {**layer.to_dict(), **activation, "source_format": source_format}
 
 
-def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
-    """Size in bytes of a file of the folder or of the repo; None if there is none."""
-    if listing is not None:
-        return listing.sizes.get(name)
-    return size_of(root / name)
+def _rank_bytes(manifest: Manifest) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for name, entry in manifest.files.items():
+        if name.startswith(f"{artifact_names.EXPERTS_FOLDER}/"):
+            totals[name.rsplit("/", 1)[0]] += entry.size_bytes
+    return dict(totals)
 
 
 def describe_unfinished(root: Path) -> Document:
@@ -528,48 +403,7 @@ def describe_unfinished(root: Path) -> Document:
     }
 
 
-def config_of(root: Path) -> Document:
-    """Return the config.json of an artifact; {} if it cannot be read."""
-    try:
-        document = read_json(root / artifact_names.CONFIG)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _rank_bytes(manifest: Manifest) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for name, entry in manifest.files.items():
-        if name.startswith(f"{artifact_names.EXPERTS_FOLDER}/"):
-            totals[name.rsplit("/", 1)[0]] += entry.size_bytes
-    return dict(totals)
-
-
-def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Document]:
-    """Smallest and largest static activation scale of each GEMM over all layers that have one."""
-    found: dict[str, list[float]] = {}
-    for layer in layers:
-        for gemm in artifact_names.GEMMS:
-            entry = layer.gemm(gemm)
-            if entry is not None and entry.input_scale is not None:
-                found.setdefault(gemm, []).append(entry.input_scale)
-    return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
-
-
-def _stored_layer_to_dict(layer: ManifestLayer) -> Document:
-    """Document of a layer of the manifest, with its source's format in one line."""
-    try:
-        source = SourceFormat.from_dict(layer.source_format).describe()
-    except (AttributeError, KeyError, TypeError, ValueError):
-        source = "unknown"
-    shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
-    activation = layer.activation_function.to_dict(
-        layer.gated
-    )  # with numbers that older manifests lack
-    return {**shown, **activation, "source_format": source}
-
-
-def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+def inspect(path: str | Path, revision: str | None = None) -> Document:
     """Describe a model folder, a Hub repo or an artifact; reads headers only. See `hqconv.inspect`.
 
     Raises VerificationError if the manifest is damaged, or config.json is an artifact's and there is no manifest.
@@ -584,84 +418,160 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
         if location.repo_id is not None and is_artifact(location.root):
             return describe_artifact(location.root, location.repo_id, location.listing)
         with open_location(location, is_lazy=True) as source:
-            if quant_method(source.quantization) == "hqconv":  # the manifest is lost
+            if quant_method(source.quantization) == "hqconv":
                 raise VerificationError(
                     "The artifact has lost its manifest.",
                     where=str(source.root),
-                    expected=MANIFEST,
+                    expected=artifact_names.MANIFEST,
                     found="a config.json that hqconv made, and no manifest",
                     remedy="Copy it from where it is whole, or convert again.",
                 )
             return describe_source(source)
 
 
+# --- schemas
+
+
+@dataclass(frozen=True)
+class GpuClass:
+    """GPUs that take the same schema; README's table "Convert" has a row for each.
+
+    gpus: names for people. target: one of them, as of `--target`. fp8_schema: the schema with fp8 activations, None
+    where they do not run. options: what the target needs besides.
+    """
+
+    gpus: str
+    target: str
+    sm_versions: tuple[int, ...]
+    fp8_schema: str | None = None
+    options: str = ""
+    schema: str = RECOMMENDED[0]
+
+    def command(self, target: str) -> str:
+        """Return the command that converts a model for one of the GPUs."""
+        command = (
+            f"hqconv convert SRC -o OUT --schema {self.schema} --calibrate TEXT --target {target}"
+        )
+        return f"{command} {self.options}".rstrip()
+
+
+_CUDA_13 = "--cuda 13.0"
+GPU_CLASSES = (
+    GpuClass("H100, H200, H20, GH200", "h100", (90,), "mxfp4"),
+    GpuClass("B200, GB200", "b200", (100,), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("B300, GB300", "b300", (103,), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("RTX 5090, PRO 6000", "rtx-5090", (120, 121), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("L4, L40S, RTX 4090", "l40s", (89,), "int4-g32-e4m3"),
+    GpuClass("A10, A40, RTX 3090", "a10", (86,)),
+    GpuClass("A100, A30", "a100", (80,)),
+    GpuClass("T4", "t4", (75,), options="--dtype float16"),
+)
+
+
+def describe_gpu(text: str) -> Document:
+    """Describe the schemas for a GPU: the recommended ones, and those that run with each input schema.
+
+    text: a GPU's name or architecture, as of `--target`. Raises RequestError for an unknown name.
+    """
+    target = parse_target(text)
+    name = gpu_named(text) or target.name
+    gpu_class = next(row for row in GPU_CLASSES if target.sm_version in row.sm_versions)
+    schemas = [resolve_schema(schema) for schema in (*PRESETS, *RECOMMENDED)]
+    runs = {
+        inputs.name: [schema.name for schema in schemas if _runs(schema, target, inputs)]
+        for inputs in INPUT_PRESETS.values()
+    }
+    return {
+        "kind": "gpu",
+        "gpu": name,
+        "target": target.name,
+        "schema": gpu_class.schema,
+        "fp8_schema": gpu_class.fp8_schema,
+        "command": gpu_class.command(name),
+        "runs": runs,
+    }
+
+
+def _runs(schema: WeightSchema, target: GpuTarget, inputs: InputSchema) -> bool:
+    """Return whether a schema runs with some parameter dtype."""
+    specs = [KernelSpec(schema, dtype, target, inputs) for dtype in PARAM_DTYPES]
+    return any(why_not(spec) is None and why_overflow(spec) is None for spec in specs)
+
+
 def describe_schemas() -> Document:
-    """Describe every preset, both shorthands, and every input schema."""
+    """Describe every preset, the shorthands, and every input schema."""
     return {
         "kind": "schemas",
-        "presets": [schema_to_dict(schema, "bfloat16") for schema in PRESETS.values()],
-        "shorthand": {
-            "name": SHORTHAND,
-            "description": "uintN codes, N = 1..8; a scale per G columns (-gG, 128 if left out; int8: channel) "
-            "or per channel (-c); zero points as integers (-zp) or floats (-fpzp)",
-            "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
-            "stock_vllm": "without zero points, N >= 2",
-        },
-        "scaled_shorthand": {
-            "name": SCALED_SHORTHAND,
-            "description": f"CODE is {', '.join(CODES[:-1])} or {CODES[-1]}; a scale in 8 bits per G columns, and over "
-            "e4m3 and e5m2 scales a second one per tensor (float32), or with -row per row (16 bits); over e8m0 scales "
-            f"with -row only. Good ones: {', '.join(RECOMMENDED)}. fp4-g16-e4m3 is nvfp4, fp4-g32-e8m0 is mxfp4. "
-            "-h64 after any name rotates the weights in blocks of 64 columns",
-            "bits_per_weight": "those of CODE + 8/G",
-            "stock_vllm": "intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row; "
-            "e8m0 with bfloat16 only",
-        },
-        "pair_shorthand": {
-            "name": PAIR,
-            "description": "two of the above, of w13 (gate and up) and of w2 (down) of each layer, such as "
-            "int3-g64+int4-g32-e4m3",
-            "bits_per_weight": "two thirds of the first, one third of the second",
-            "stock_vllm": "not the checkpoint layout; the kernel layout through hqconv's plugin",
-        },
+        "presets": [_preset(schema) for schema in PRESETS.values()],
+        "shorthands": [
+            {
+                "name": SHORTHAND,
+                "description": "uintN codes, N = 1..8; a scale per G columns (-gG, 128 if left out; int8: channel) "
+                "or per channel (-c); zero points as integers (-zp) or floats (-fpzp)",
+                "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
+                "stock_vllm": "without zero points, N >= 2",
+            },
+            {
+                "name": SCALED_SHORTHAND,
+                "description": f"CODE is {', '.join(CODES[:-1])} or {CODES[-1]}; a scale in 8 bits per G columns, and "
+                "over e4m3 and e5m2 scales a second one per tensor (float32), or with -row per row (16 bits); over "
+                f"e8m0 scales with -row only. Good ones: {', '.join(RECOMMENDED)}. fp4-g16-e4m3 is nvfp4, "
+                "fp4-g32-e8m0 is mxfp4. -h64 after any name rotates the weights in blocks of 64 columns",
+                "bits_per_weight": "those of CODE + 8/G",
+                "stock_vllm": "intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row; "
+                "e8m0 with bfloat16 only",
+            },
+            {
+                "name": PAIR,
+                "description": "two of the above, of w13 (gate and up) and of w2 (down) of each layer, such as "
+                "int3-g64+int4-g32-e4m3",
+                "bits_per_weight": "two thirds of the first, one third of the second",
+                "stock_vllm": "not the checkpoint layout; the kernel layout through hqconv's plugin",
+            },
+        ],
         "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
     }
 
 
-def describe_recipes() -> Document:
-    """Describe the recipes and schema files that come with hqconv: option value, purpose, and path."""
+def _preset(schema: WeightSchema) -> Document:
+    """Document of a preset, with the parameter dtypes with which an engine without the plugin serves it."""
+    obstacles = {dtype: ENGINE.checkpoint_layout_obstacle(schema, dtype) for dtype in PARAM_DTYPES}
     return {
-        "kind": "recipes",
-        "folder": str(SCHEMAS),
-        "recipes": [
-            {
-                "option": f"--config {name.removesuffix('.toml')}",
-                "description": text,
-                "path": str(RECIPES / name),
-            }
-            for name, text in shipped(RECIPES).items()
-        ],
-        "schemas": [
-            {"option": f"--schema {name}", "description": text, "path": str(SCHEMAS / name)}
-            for name, text in shipped(SCHEMAS).items()
-        ],
+        **schema_to_dict(schema),
+        "stock_vllm_param_dtypes": [dtype for dtype in PARAM_DTYPES if obstacles[dtype] is None],
+        "stock_vllm_obstacle": obstacles["bfloat16"],
     }
 
 
 def _input_schema_to_dict(inputs: InputSchema) -> Document:
     """Document of an input schema, with the targets and the presets that it runs with."""
-    pairs = [
-        (schema.name, target)
-        for schema in PRESETS.values()
+    runs = {
+        (name, target.name)
+        for name, schema in PRESETS.items()
         for target in map(GpuTarget, TARGETS)
-        if any(why_not(KernelSpec(schema, dtype, target, inputs)) is None for dtype in PARAM_DTYPES)
-    ]
+        if _runs(schema, target, inputs)
+    }
+    schemas_that_run, targets_that_run = {name for name, _ in runs}, {target for _, target in runs}
     return {
         "name": inputs.name,
         "description": inputs.describe(),
         **inputs.humming_fields(),
-        "targets": [
-            target.name for target in map(GpuTarget, TARGETS) if target in {t for _, t in pairs}
+        "targets": [f"sm{sm}" for sm in TARGETS if f"sm{sm}" in targets_that_run],
+        "schemas": [name for name in PRESETS if name in schemas_that_run],
+    }
+
+
+def describe_recipes() -> Document:
+    """Describe the recipes and schema files that come with hqconv: option value and purpose."""
+    recipes, schemas = shipped(RECIPES), shipped(SCHEMAS)
+    return {
+        "kind": "recipes",
+        "folder": str(SCHEMAS),
+        "recipes": [
+            {"option": f"--config {name.removesuffix('.toml')}", "description": recipes[name]}
+            for name in recipes
         ],
-        "schemas": [name for name in PRESETS if name in {schema for schema, _ in pairs}],
+        "schemas": [
+            {"option": f"--schema {name}", "description": schemas[name]} for name in schemas
+        ],
     }

@@ -23,8 +23,11 @@ _PART_JOURNAL = re.compile(r"\.hqconv-progress\.part([1-9][0-9]*)-of-([1-9][0-9]
 PARTIAL = ".partial"  # suffix of a file that is being written
 CARD = "README.md"  # the model card: written by a conversion, and people may edit it
 SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
+EVALUATION = (
+    "evaluation.json"  # the last evaluation; it names the digest of the manifest that it is of
+)
 # Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
-COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS)
+COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION)
 # The only weights file for transformers, as config.json names it; no artifact has a file of this name.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"

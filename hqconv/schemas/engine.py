@@ -88,10 +88,6 @@ class Engine:
             return f"{tp} {_CANNOT_SHARE} {kv_heads} KV heads evenly"
         return None
 
-    def is_heads_obstacle(self, warning: str) -> bool:
-        """Return whether a recorded warning holds a `heads_obstacle`."""
-        return f" {_CANNOT_SHARE} " in warning
-
     def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
         """Return the reason why MoE layers of this expert size do not start with the ranks, or None.
 
@@ -308,18 +304,3 @@ ENGINE = Engine(
         ),
     ),
 )
-
-# What loaders are known to do, without an error, to checkpoints of some forms, and where it was reported.
-LOADER_FAULTS = {
-    "packed stacks": "Experts are packed as stacks, which neither vLLM nor transformers knows: servers drop them, and "
-    "transformers makes up random weights (llm-compressor 0.12: vllm-project/llm-compressor#2939, "
-    "huggingface/transformers#47407). Quantize the original anew with a later llm-compressor.",
-    "nvfp4 of single experts": "transformers, at 5.16 at least, decodes NVFP4 experts that have tensors of their own "
-    "without their weight_global_scale, so that they are wrong by a factor (huggingface/transformers#48371).",
-    "no input scales": "NVFP4 experts have no input scales: vLLM's ModelOpt method has taken what lay in memory for "
-    "them, so that outputs were zero (vllm-project/vllm#54189).",
-    "some input scales": "Some NVFP4 experts lack the input scale that others have: calibration missed them, and vLLM "
-    "has taken what lay in memory for it (vllm-project/vllm#45212).",
-    "granite of single experts": "Experts have tensors of their own, which the released model has not: servers without "
-    "vllm-project/vllm#50037 or sgl-project/sglang#37679 drop them and answer nonsense.",
-}

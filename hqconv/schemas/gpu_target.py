@@ -15,72 +15,54 @@ COMPUTE_CAPABILITY = "nvidia-smi --query-gpu=name,compute_cap --format=csv"
 
 @dataclass(frozen=True)
 class GpuModel:
-    """A GPU model: architecture, memory in decimal gigabytes, and the name that CUDA's driver reports.
+    """A GPU model: architecture, and the name that CUDA's driver reports.
 
     figures: number of SMs, boost clock and memory clock in kHz, width of the memory bus in bits, L2 cache in MiB. They
     are nominal values; only those of the H200 were compared with a device. None where they are not known here.
     """
 
     sm_version: int
-    memory_gb: int
     driver_name: str
     figures: tuple[int, int, int, int, int] | None = None
 
 
 # Values of `--target` and of `warm --gpu`.
 GPUS = {
-    "t4": GpuModel(75, 16, "Tesla T4", (40, 1590000, 5001000, 256, 4)),
-    "a100": GpuModel(80, 80, "NVIDIA A100-SXM4-80GB", (108, 1410000, 1593000, 5120, 40)),
-    "a100-40gb": GpuModel(80, 40, "NVIDIA A100-SXM4-40GB", (108, 1410000, 1215000, 5120, 40)),
-    "a100-pcie": GpuModel(80, 80, "NVIDIA A100 80GB PCIe", (108, 1410000, 1512000, 5120, 40)),
-    "a800": GpuModel(80, 80, "NVIDIA A800-SXM4-80GB"),
-    "a30": GpuModel(80, 24, "NVIDIA A30", (56, 1440000, 1215000, 3072, 24)),
-    "a10": GpuModel(86, 24, "NVIDIA A10", (72, 1695000, 6251000, 384, 6)),
-    "a10g": GpuModel(86, 24, "NVIDIA A10G"),
-    "a40": GpuModel(86, 48, "NVIDIA A40", (84, 1740000, 7251000, 384, 6)),
-    "rtx-a6000": GpuModel(86, 48, "NVIDIA RTX A6000", (84, 1800000, 8001000, 384, 6)),
-    "rtx-3090": GpuModel(86, 24, "NVIDIA GeForce RTX 3090", (82, 1695000, 9751000, 384, 6)),
-    "l4": GpuModel(89, 24, "NVIDIA L4", (58, 2040000, 6251000, 192, 48)),
-    "l40": GpuModel(89, 48, "NVIDIA L40", (142, 2490000, 9001000, 384, 96)),
-    "l40s": GpuModel(89, 48, "NVIDIA L40S", (142, 2520000, 9001000, 384, 96)),
-    "l20": GpuModel(89, 48, "NVIDIA L20"),
-    "rtx-6000-ada": GpuModel(89, 48, "NVIDIA RTX 6000 Ada Generation"),
-    "rtx-4090": GpuModel(89, 24, "NVIDIA GeForce RTX 4090", (128, 2520000, 10501000, 384, 72)),
-    "h100": GpuModel(90, 80, "NVIDIA H100 80GB HBM3", (132, 1980000, 2619000, 5120, 50)),
-    "h100-pcie": GpuModel(90, 80, "NVIDIA H100 PCIe", (114, 1755000, 1593000, 5120, 50)),
-    "h100-nvl": GpuModel(90, 94, "NVIDIA H100 NVL"),
-    "h800": GpuModel(90, 80, "NVIDIA H800"),
-    "h20": GpuModel(90, 96, "NVIDIA H20", (78, 1980000, 2619000, 6144, 60)),
-    "h200": GpuModel(90, 141, "NVIDIA H200", (132, 1980000, 3201000, 6144, 60)),
-    "gh200": GpuModel(90, 96, "NVIDIA GH200 480GB"),
-    "b200": GpuModel(100, 180, "NVIDIA B200", (148, 1965000, 3996000, 7680, 126)),
-    "gb200": GpuModel(100, 186, "NVIDIA GB200", (152, 2062000, 3996000, 8192, 126)),
-    "b300": GpuModel(103, 288, "NVIDIA B300 SXM6 AC"),
-    "gb300": GpuModel(103, 288, "NVIDIA GB300"),
-    "rtx-5090": GpuModel(120, 32, "NVIDIA GeForce RTX 5090", (170, 2407000, 14001000, 512, 96)),
+    "t4": GpuModel(75, "Tesla T4", (40, 1590000, 5001000, 256, 4)),
+    "a100": GpuModel(80, "NVIDIA A100-SXM4-80GB", (108, 1410000, 1593000, 5120, 40)),
+    "a100-40gb": GpuModel(80, "NVIDIA A100-SXM4-40GB", (108, 1410000, 1215000, 5120, 40)),
+    "a100-pcie": GpuModel(80, "NVIDIA A100 80GB PCIe", (108, 1410000, 1512000, 5120, 40)),
+    "a800": GpuModel(80, "NVIDIA A800-SXM4-80GB"),
+    "a30": GpuModel(80, "NVIDIA A30", (56, 1440000, 1215000, 3072, 24)),
+    "a10": GpuModel(86, "NVIDIA A10", (72, 1695000, 6251000, 384, 6)),
+    "a10g": GpuModel(86, "NVIDIA A10G"),
+    "a40": GpuModel(86, "NVIDIA A40", (84, 1740000, 7251000, 384, 6)),
+    "rtx-a6000": GpuModel(86, "NVIDIA RTX A6000", (84, 1800000, 8001000, 384, 6)),
+    "rtx-3090": GpuModel(86, "NVIDIA GeForce RTX 3090", (82, 1695000, 9751000, 384, 6)),
+    "l4": GpuModel(89, "NVIDIA L4", (58, 2040000, 6251000, 192, 48)),
+    "l40": GpuModel(89, "NVIDIA L40", (142, 2490000, 9001000, 384, 96)),
+    "l40s": GpuModel(89, "NVIDIA L40S", (142, 2520000, 9001000, 384, 96)),
+    "l20": GpuModel(89, "NVIDIA L20"),
+    "rtx-6000-ada": GpuModel(89, "NVIDIA RTX 6000 Ada Generation"),
+    "rtx-4090": GpuModel(89, "NVIDIA GeForce RTX 4090", (128, 2520000, 10501000, 384, 72)),
+    "h100": GpuModel(90, "NVIDIA H100 80GB HBM3", (132, 1980000, 2619000, 5120, 50)),
+    "h100-pcie": GpuModel(90, "NVIDIA H100 PCIe", (114, 1755000, 1593000, 5120, 50)),
+    "h100-nvl": GpuModel(90, "NVIDIA H100 NVL"),
+    "h800": GpuModel(90, "NVIDIA H800"),
+    "h20": GpuModel(90, "NVIDIA H20", (78, 1980000, 2619000, 6144, 60)),
+    "h200": GpuModel(90, "NVIDIA H200", (132, 1980000, 3201000, 6144, 60)),
+    "gh200": GpuModel(90, "NVIDIA GH200 480GB"),
+    "b200": GpuModel(100, "NVIDIA B200", (148, 1965000, 3996000, 7680, 126)),
+    "gb200": GpuModel(100, "NVIDIA GB200", (152, 2062000, 3996000, 8192, 126)),
+    "b300": GpuModel(103, "NVIDIA B300 SXM6 AC"),
+    "gb300": GpuModel(103, "NVIDIA GB300"),
+    "rtx-5090": GpuModel(120, "NVIDIA GeForce RTX 5090", (170, 2407000, 14001000, 512, 96)),
     "rtx-pro-6000": GpuModel(
-        120,
-        96,
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        (188, 2617000, 14001000, 512, 128),
+        120, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (188, 2617000, 14001000, 512, 128)
     ),
-    "rtx-pro-6000-server": GpuModel(120, 96, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
-    "dgx-spark": GpuModel(121, 128, "NVIDIA GB10"),
+    "rtx-pro-6000-server": GpuModel(120, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+    "dgx-spark": GpuModel(121, "NVIDIA GB10"),
 }
-# One or two of each size and kind, for tables.
-SHOWN_GPUS = (
-    "t4",
-    "l4",
-    "a100-40gb",
-    "l40s",
-    "a100",
-    "h100",
-    "h20",
-    "rtx-pro-6000",
-    "h200",
-    "b200",
-    "b300",
-)
 # Other names that people write.
 _ALSO = {
     "rtx-6000-pro": "rtx-pro-6000",

@@ -1,1 +1,1 @@
-"""Serving an artifact with vLLM: its plugin, and kernels that are compiled before a server starts."""
+"""Serving an artifact with vLLM: its plugin, and the parts of one that know no engine."""

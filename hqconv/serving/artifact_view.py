@@ -19,7 +19,6 @@ from hqconv.io.hub import (
     cached_digest,
     check_commit,
     fetch,
-    is_missing_revision,
     is_offline,
     is_snapshot,
     note_revision,
@@ -67,19 +66,27 @@ class ArtifactLocation:
     def fetch(self, path: str) -> Path:
         """One file's path on this machine; of a Hub repo it is downloaded if the cache lacks it.
 
-        Raises VerificationError if a folder lacks the file, RequestError or NetworkError if the Hub or, offline,
-        its cache does.
+        Raises VerificationError for a file that is not there, RequestError or NetworkError if the Hub refuses it.
         """
         return self.fetch_all([path])[path]
 
     def fetch_all(self, paths: Sequence[str], cache_dir: str | None = None) -> dict[str, Path]:
         """`fetch` of several files; of a Hub repo several at a time, and no others."""
-        root = Path(self.name) if self.is_folder else self._download(paths, cache_dir)
-        found = {path: root / path for path in paths}
-        lacking = next((path for path, at in found.items() if not at.is_file()), None)
-        if lacking is not None:
-            raise self._lacks(lacking)
-        return found
+        root = Path(self.name)
+        if not self.is_folder:
+            root = fetch(self.name, self.pinned_revision, paths, cache_dir)
+        for path in paths:
+            if not (root / path).is_file():
+                raise VerificationError(
+                    "The model's folder, or the copy of the Hub repo on this machine, lacks a file of the artifact.",
+                    where=self.describe(),
+                    expected=path,
+                    found="no such file",
+                    remedy="Copy the artifact again with all its files; if the repo itself lacks the file, upload it "
+                    "again. Offline: unset HF_HUB_OFFLINE, fill the cache with `hf download` first, or set "
+                    "HF_HUB_CACHE to the server's download folder.",
+                )
+        return {path: root / path for path in paths}
 
     def complete(self, paths: Sequence[str], cache_dir: str) -> None:
         """Fetch small files of a Hub repo to the server's download folder too, so that it is enough offline.
@@ -87,52 +94,15 @@ class ArtifactLocation:
         A failure is logged only: the server has these files from elsewhere.
         """
         try:
-            note_revision(self._download(paths, cache_dir), str(self.revision or "main"))
+            root = fetch(self.name, self.pinned_revision, paths, cache_dir)
+            note_revision(root, str(self.revision or "main"))
         except HqconvError as error:
             _LOG.warning("%s is not enough for an offline start: %s", cache_dir, error)
 
-    def _download(self, paths: Sequence[str], cache_dir: str | None) -> Path:
-        try:
-            return fetch(self.name, self.pinned_revision, paths, cache_dir)
-        except RequestError as error:
-            if self.commit is None or not is_missing_revision(error):
-                raise
-            raise self._gone(self.commit) from error
-
-    def _gone(self, commit: str) -> RequestError:
-        return RequestError(
-            "The Hub no longer has the commit of the manifest with which this start began.",
-            where=self.name if self.revision is None else f"{self.name}, revision {self.revision}",
-            expected=f"commit {commit}",
-            found="no such commit: the repo's history was rewritten since",
-            remedy="Start the server again: it begins with the commit that the Hub has now.",
-        )
-
-    def _lacks(self, path: str) -> RequestError | VerificationError:
-        if not self.is_folder:
-            return RequestError(
-                "The copy of the Hub repo on this machine lacks a file of the artifact.",
-                where=self.name
-                if self.pinned_revision is None
-                else f"{self.name}, revision {self.pinned_revision}",
-                expected=path,
-                found="no such file",
-                remedy="Unset HF_HUB_OFFLINE and check the connection, or fill the cache with `hf download` first; "
-                "if the repo itself lacks the file, upload the artifact again.",
-            )
-        remedy = "Copy the artifact again with all its files, or convert the model again."
-        if is_snapshot(Path(self.name)):  # to which a server turns a repo's name when it is offline
-            remedy = (
-                "Unset HF_HUB_OFFLINE, or fill the cache with `hf download` first; if the files are in a download "
-                "folder of the server, set HF_HUB_CACHE to it."
-            )
-        return VerificationError(
-            "The model's folder lacks a file of the artifact.",
-            where=self.name,
-            expected=path,
-            found="no such file",
-            remedy=remedy,
-        )
+    def describe(self) -> str:
+        """Return the location for messages: the folder, or the repo with its revision."""
+        revision = self.pinned_revision
+        return self.name if revision is None else f"{self.name}, revision {revision}"
 
 
 @dataclass(frozen=True)
@@ -184,11 +154,9 @@ class ArtifactView:
         return self.layer_spec.target.sm_version
 
     @property
-    def is_mixed(self) -> bool:
-        """True if the layers' schemas differ, so that no single `--schema` produces this artifact."""
-        return bool(self.left) or any(
-            layer.layer_spec != self.layer_spec for layer in self.layers.values()
-        )
+    def layer_specs(self) -> set[LayerSpec]:
+        """Schemas and activations of all layers, and of a layer without an entry of its own."""
+        return {self.layer_spec, *(layer.layer_spec for layer in self.layers.values())}
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
@@ -238,17 +206,14 @@ def open_rank_file(
     Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest; its digest too where the
     Hub's cache tells it.
     """
-    name, what = (
-        names.rank_file(layer, tp_rank, ep_rank),
-        "A rank file is damaged, or belongs to another artifact.",
-    )
+    name = names.rank_file(layer, tp_rank, ep_rank)
+    what = "A rank file is damaged, or belongs to another artifact."
     if name not in view.files:
         raise Finding(name, what, "a file that the manifest lists", "none of that name").error()
     size_bytes, sha256 = view.files[name]
-    if (cached := cached_digest(path)) not in (None, sha256):
-        raise Finding(
-            name, what, f"sha256 {sha256}", f"{cached}, by the name of its bytes in the Hub's cache"
-        ).error()
+    cached = cached_digest(path)
+    if cached not in (None, sha256):
+        raise Finding(name, what, f"sha256 {sha256}", f"{cached} in the Hub's cache").error()
     try:
         if (found := path.stat().st_size) != size_bytes:
             raise Finding(name, what, f"{size_bytes} bytes", f"{found} bytes").error()
@@ -296,32 +261,25 @@ def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -
     for path, entry in manifest.files.items():
         if not path.endswith(_WEIGHTS):
             continue
-        if (size := sizes.get(path, entry.size_bytes)) != entry.size_bytes:
-            raise _other_file(
-                location, path, f"{entry.size_bytes} bytes", f"{size} bytes on the Hub"
-            )
-        if (digest := digests.get(path, entry.sha256)) != entry.sha256:
-            raise _other_file(location, path, f"sha256 {entry.sha256}", f"{digest} on the Hub")
-        cached = cached_digest(root / path) if in_cache else None
-        if cached not in (None, entry.sha256):
-            raise _other_file(
-                location, path, f"sha256 {entry.sha256}", f"{cached} in the Hub's cache"
-            )
-
-
-def _other_file(
-    location: ArtifactLocation, path: str, expected: str, found: str
-) -> VerificationError:
-    where = (
-        location.name if location.commit is None else f"{location.name}, revision {location.commit}"
-    )
-    return VerificationError(
-        "A file of weights in the Hub repo is not the one that the artifact's manifest lists.",
-        where=f"{where}: {path}",
-        expected=expected,
-        found=found,
-        remedy="Files of two conversions are mixed in the repo: upload the artifact again with `hqconv push`.",
-    )
+        size = sizes.get(path, entry.size_bytes)
+        digest = digests.get(path, entry.sha256)
+        found = {
+            f"{size} bytes on the Hub": size == entry.size_bytes,
+            f"{digest} on the Hub": digest == entry.sha256,
+        }
+        if in_cache:
+            cached = cached_digest(root / path)
+            found[f"{cached} in the Hub's cache"] = cached in (None, entry.sha256)
+        for text, is_equal in found.items():
+            if not is_equal:
+                raise VerificationError(
+                    "A file of weights in the Hub repo is not the one that the artifact's manifest lists.",
+                    where=f"{location.describe()}: {path}",
+                    expected=f"{entry.size_bytes} bytes, sha256 {entry.sha256}",
+                    found=text,
+                    remedy="Files of two conversions are mixed in the repo: upload the artifact again with "
+                    "`hqconv push`.",
+                )
 
 
 def _layer(name: str, entry: ManifestLayer, manifest: Manifest) -> ArtifactLayer:

@@ -1,7 +1,7 @@
 """Checks before any weight is loaded: the artifact against the server's GPU, ranks, dtype and model layers.
 
-Engine-neutral and without torch: options of the server's command line come from the `Engine`. Every refusal names the
-command that converts a fitting artifact.
+Engine-neutral and without torch: options of the server's command line come from the `Engine`. Refusals name the command
+that converts a fitting artifact.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from hqconv.artifact.rank_file import RankFile
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
-from hqconv.schemas.grid import EVEN
-from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema, KernelSpec
+from hqconv.schemas.grid import EVEN, Grid
+from hqconv.schemas.input_schema import A16, NAMED_INPUTS, KernelSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ServerLayer:
 def check_machine(view: ArtifactView, sm_version: int) -> None:
     """Refuse another GPU than the artifact's target. Raises RequestError."""
     if sm_version != view.sm_version:
-        remedy = f"Cut it again: {recut(view, target=f'sm{sm_version}')}."
+        remedy = f"Cut it again: {recut(view, sm_version=sm_version)}."
         if sm_version not in TARGETS:
             known = ", ".join(f"sm{sm}" for sm in TARGETS)
             remedy = f"Serve it on such a GPU; this hqconv makes artifacts for {known} alone."
@@ -67,9 +67,6 @@ def check_machine(view: ArtifactView, sm_version: int) -> None:
 def check_ranks(view: ArtifactView, layer: ServerLayer) -> None:
     """Refuse other ranks or another placement of experts. Raises RequestError."""
     grid = view.grid
-    fitting = recut(
-        view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant
-    )
     if (layer.tp, layer.ep) != (grid.tp, grid.ep):
         options = ENGINE.serve_options(grid)
         start = f"Serve with {options or '--tensor-parallel-size 1'}, or"
@@ -80,7 +77,7 @@ def check_ranks(view: ArtifactView, layer: ServerLayer) -> None:
             where=view.location.name,
             expected=f"tp {grid.tp}, ep {grid.ep}",
             found=f"tp {layer.tp}, ep {layer.ep}, as {ENGINE.name} counts the ranks of MoE layers",
-            remedy=f"{start} cut it again: {fitting}.",
+            remedy=f"{start} cut it again: {recut_for(view, layer)}.",
         )
     if grid.ep > 1 and layer.placement != grid.placement:
         raise RequestError(
@@ -88,7 +85,8 @@ def check_ranks(view: ArtifactView, layer: ServerLayer) -> None:
             where=view.location.name,
             expected=grid.placement,
             found=f"{layer.placement} ({ENGINE.placement_remark})",
-            remedy=f"Serve with {ENGINE.placement_option.format(grid.placement)}, or cut it again: {fitting}.",
+            remedy=f"Serve with {ENGINE.placement_option.format(grid.placement)}, or cut it again: "
+            f"{recut_for(view, layer)}.",
         )
 
 
@@ -101,68 +99,60 @@ def check_dtype(view: ArtifactView, dtype: str) -> None:
             expected=view.dtype,
             found=dtype,
             remedy=f"Serve with {ENGINE.dtype_option.format(view.dtype)}, or convert the original again: "
-            f"`{shlex.join(_from_original(view, dtype))}`.",
+            f"{recut(view, dtype=dtype)}.",
         )
 
 
 def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer) -> None:
     """Refuse a model whose layer is not the converted one. Raises RequestError."""
-    facts = {
-        "experts": (converted.num_experts, layer.num_experts),
-        "hidden size": (converted.hidden_size, layer.hidden_size),
-        "gated": (converted.gated, layer.gated),
-    }
-    for what, (expected, found) in facts.items():
-        if expected != found:
-            where = f"{view.location.name}: {converted.name}: {what}"
-            raise _other_layer(where, expected, f"{found} in {ENGINE.name}'s model")
+    where = f"{view.location.name}: {converted.name}"
+    _check_fact(f"{where}: experts", converted.num_experts, layer.num_experts)
+    _check_fact(f"{where}: hidden size", converted.hidden_size, layer.hidden_size)
+    _check_fact(f"{where}: gated", converted.gated, layer.gated)
 
 
 def check_rank_file(
     view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int
 ) -> None:
     """Refuse a file whose experts or biases are not this rank's. Raises RequestError."""
-    facts = {
-        "experts of this rank": (file.configs["w13"]["num_experts"], num_local_experts),
-        "biases": ("w13_bias" in file.tensors, layer.has_bias),
-    }
-    for what, (expected, found) in facts.items():
-        if expected != found:
-            where = f"{view.location.name}: {file.layer}: {what}"
-            raise _other_layer(where, expected, found)
+    where = f"{view.location.name}: {file.layer}"
+    num_stored = file.configs["w13"]["num_experts"]
+    _check_fact(f"{where}: experts of this rank", num_stored, num_local_experts)
+    _check_fact(f"{where}: biases", "w13_bias" in file.tensors, layer.has_bias)
 
 
-def _other_layer(where: str, expected: object, found: object) -> RequestError:
-    return RequestError(
-        "The server's layer is not the one that was converted.",
-        where=where,
-        expected=expected,
-        found=found,
-        remedy=ENGINE.layer_remedy,
-    )
+def _check_fact(where: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise RequestError(
+            f"The layer of {ENGINE.name}'s model is not the one that was converted.",
+            where=where,
+            expected=expected,
+            found=found,
+            remedy=ENGINE.layer_remedy,
+        )
 
 
 def check_flags(
-    where: str,
-    converted_with: str,
-    here: str,
-    expected: Mapping[str, bool],
-    found: Mapping[str, bool],
+    where: str, converted_with: str, expected: Mapping[str, bool], found: Mapping[str, bool]
 ) -> None:
     """Refuse a Humming that would lay the weights out in another way. Raises RequestError."""
     if dict(expected) != dict(found):
         again = "convert the model again with the version here"
-        raise _other_layout(where, converted_with, here, _flags(expected), _flags(found), again)
+        raise _other_layout(where, converted_with, _flags(expected), _flags(found), again)
+
+
+def _flags(flags: Mapping[str, bool]) -> str:
+    return ", ".join(flag for flag, is_set in flags.items() if is_set) or "no special layout"
 
 
 def _other_layout(
-    where: str, converted_with: str, here: str, expected: str, found: str, again: str
+    where: str, converted_with: str, expected: str, found: str, again: str
 ) -> RequestError:
     return RequestError(
         "Humming here lays weights out in another way than the one that made the artifact.",
         where=where,
         expected=f"{expected} (humming-kernels {converted_with})",
-        found=f"{found} (humming-kernels {here})",
+        found=f"{found} (humming-kernels {version('humming-kernels')})",
         remedy=f"Install humming-kernels=={converted_with}, or {again}.",
     )
 
@@ -174,132 +164,98 @@ def check_fingerprint(
 
     recorded: the artifact's fingerprint of the layout. again: the command that lays out anew. Raises RequestError.
     """
-    here = version("humming-kernels")
-    if here == converted_with:
+    if version("humming-kernels") == converted_with:
         return
     found = _fingerprint(spec)
     if found != recorded:
-        texts = f"fingerprint {recorded[:12]}", found[:12] or "none"
-        raise _other_layout(where, converted_with, here, *texts, f"lay out anew: {again}")
+        raise _other_layout(
+            where,
+            converted_with,
+            f"fingerprint {recorded[:12]}",
+            found[:12] or "none",
+            f"lay out anew: {again}",
+        )
 
 
 @functools.cache
 def _fingerprint(spec: KernelSpec) -> str:
     """Return `layout_fingerprint`, by a process of its own: a server's Humming stays as it is. "" where it fails."""
     code = (
-        "import pickle, sys; from hqconv.kernel_layout.fingerprint import layout_fingerprint as one"
+        "import pickle, sys\n"
+        "from hqconv.kernel_layout.fingerprint import layout_fingerprint\n"
+        "print(layout_fingerprint(pickle.load(sys.stdin.buffer)))"
     )
-    command = [sys.executable, "-c", f"{code}; print(one(pickle.load(sys.stdin.buffer)))"]
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, input=pickle.dumps(spec), stdout=subprocess.PIPE, check=False)
     return done.stdout.decode().strip() if done.returncode == 0 else ""
 
 
-def no_layer(view: ArtifactView, prefix: str) -> HqconvError:
-    """Error for a layer of experts that the artifact lacks, or that fits several layers."""
-    return RequestError(
-        "The artifact has no experts for a layer of the model.",
-        where=f"{view.location.name}: layer {prefix}",
-        expected=", ".join(list(view.layers)[:3]) + (" …" if len(view.layers) > 3 else ""),
-        found=prefix,
-        remedy="Convert the whole model with this version of hqconv; if it was, please report the two names.",
+# --- the command that converts a fitting artifact
+
+
+def recut_for(view: ArtifactView, layer: ServerLayer) -> str:
+    """Return the command that cuts the artifact for the ranks of a server's layer."""
+    grid = replace(
+        view.grid, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant
     )
+    return recut(view, grid=grid)
 
 
-def other_model(view: ArtifactView, found: str) -> HqconvError:
-    """Error for a server that shall load another model in place."""
-    return RequestError(
-        "The experts of another model cannot be loaded into this server.",
-        where=view.location.name,
-        found=found,
-        remedy="Stop this server, whose weights are incomplete now, and start one with the other artifact.",
-    )
+def recut(
+    view: ArtifactView,
+    *,
+    grid: Grid | None = None,
+    sm_version: int | None = None,
+    dtype: str | None = None,
+) -> str:
+    """Return the command that converts the artifact again, with its own options but for those given.
 
-
-def recut(view: ArtifactView, **changes: object) -> str:
-    """Return the command that converts the artifact again, with its own options but for `changes`."""
-    options = {**_options(view), **changes}
-    location, folder = view.location, _folder(view.location)
-    out = f"{folder}-{options['target']}-tp{options['tp']}-ep{options['ep']}"
-    if not _can_be_cut(view):
-        arguments = _convert(view.source_name, Path(out).name, _made_of(view), options)
-        return f"`{shlex.join([*arguments, '--dtype', view.dtype])}`"
-    command = shlex.join(
-        _convert(folder, out, ["--schema", "source", *_inputs_options(view)], options)
-    )
-    if location.is_folder:
-        return f"`{command}`"
-    revision = [] if location.revision is None else ["--revision", location.revision]
-    download = shlex.join(["hf", "download", location.name, *revision, "--local-dir", folder])
-    return f"`{download} && {command}`"
-
-
-def _from_original(view: ArtifactView, dtype: str) -> list[str]:
-    """Command that converts the original in another dtype: the artifact's scales may not fit."""
-    out = f"{Path(_folder(view.location)).name}-{dtype}"
-    return [*_convert(view.source_name, out, _made_of(view), _options(view)), "--dtype", dtype]
-
-
-def _can_be_cut(view: ArtifactView) -> bool:
-    """Return whether the artifact can be a source with its own schemas, for the activations of all its layers."""
-    specs = (view.layer_spec, *(layer.layer_spec for layer in view.layers.values()))
-    kernel_specs = {one for spec in specs for one in spec.each}
-    is_lost = any(
-        kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs
-    )
-    return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
-
-
-def _made_of(view: ArtifactView) -> list[str]:
-    """Options for the experts' schemas; a recipe is the user's own file."""
-    if view.is_mixed:
-        return ["--config", "RECIPE"]
-    return [
-        "--schema",
-        "+".join(map(_schema_word, view.layer_spec.schema.each)),
-        *_inputs_options(view),
-    ]
-
-
-def _inputs_options(view: ArtifactView) -> list[str]:
-    inputs = view.layer_spec.inputs
-    return [] if inputs == A16 else ["--input-schema", _inputs_word(inputs)]
-
-
-def _options(view: ArtifactView) -> dict[str, object]:
-    grid = view.grid
-    return {
-        "target": f"sm{view.sm_version}",
-        "tp": grid.tp,
-        "split": grid.split,
-        "ep": grid.ep,
-        "placement": grid.placement,
-        "redundant": grid.redundant,
-    }
-
-
-def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, object]) -> list[str]:
-    command = ["hqconv", "convert", source, "-o", out, *made_of]
-    command += ["--target", str(options["target"]), "--tp", str(options["tp"])]
-    if options["split"] != EVEN:
-        command += ["--tp-split", str(options["split"])]
-    if options["ep"] != 1:
-        command += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
-    if options["redundant"]:
-        command += ["--redundant-experts", str(options["redundant"])]
-    return command
-
-
-def _folder(location: ArtifactLocation) -> str:
-    """Folder of an artifact, or the folder to download it to, without a trailing slash."""
-    name = location.name.rstrip("/")
-    last = name.rpartition("/")[2]
+    Where the artifact cannot be the source, and for another dtype, in which its scales may not fit, it is the original.
+    """
+    grid, location = grid or view.grid, view.location
+    target = f"sm{sm_version or view.sm_version}"
+    name = os.path.abspath(location.name)  # noqa: PTH100 - no links
     if not location.is_folder:
-        return last
-    return name if last not in ("", ".", "..") else os.path.abspath(location.name)  # noqa: PTH100 - no links
+        name = Path(location.name).name
+    out = f"{name}-{target}-tp{grid.tp}-ep{grid.ep}"
+    if dtype is None and _can_be_source(view):
+        source = [name if location.is_folder else location.name]
+        if location.revision is not None:
+            source += ["--revision", location.revision]
+        schema = ["--schema", "source", *_inputs_option(view)]
+    else:
+        dtype = dtype or view.dtype
+        out = f"{Path(out).name}-{dtype}"
+        source = [view.source_name]
+        schema = [*_schema_option(view), "--dtype", dtype]
+    command = ["hqconv", "convert", *source, "-o", out, *schema]
+    command += ["--target", target, "--tp", str(grid.tp)]
+    if grid.split != EVEN:
+        command += ["--tp-split", grid.split]
+    if grid.ep != 1:
+        command += ["--ep", str(grid.ep), "--expert-placement", grid.placement]
+    if grid.redundant:
+        command += ["--redundant-experts", str(grid.redundant)]
+    return f"`{shlex.join(command)}`"
 
 
-def _schema_word(schema: WeightSchema) -> str:
-    """Value of `--schema`: a name that has the same fields here, else the TOML file that had it."""
+def _can_be_source(view: ArtifactView) -> bool:
+    """Return whether `--schema source` keeps the codes of all layers, for activations that are theirs."""
+    specs = {spec for layer_spec in view.layer_specs for spec in layer_spec.each}
+    is_lost = any(spec.schema.rotation or fuses_exponents(spec) for spec in specs)
+    return not is_lost and len({spec.inputs for spec in specs}) == 1
+
+
+def _schema_option(view: ArtifactView) -> list[str]:
+    """Return the options for the experts' schemas; a recipe is the user's own file."""
+    if view.left or len(view.layer_specs) > 1:
+        return ["--config", "RECIPE"]
+    names = [_schema_name(schema) for schema in view.layer_spec.schema.each]
+    return ["--schema", "+".join(names), *_inputs_option(view)]
+
+
+def _schema_name(schema: WeightSchema) -> str:
+    """Return the value of `--schema`: a name that has the same fields here, else the TOML file that had it."""
     try:
         is_known = resolve_schema(schema.name).humming_fields() == schema.humming_fields()
     except RequestError:
@@ -307,12 +263,9 @@ def _schema_word(schema: WeightSchema) -> str:
     return schema.name if is_known else f"{schema.name}.toml"
 
 
-def _inputs_word(inputs: InputSchema) -> str:
-    """Value of `--input-schema`, likewise."""
-    return inputs.name if NAMED_INPUTS.get(inputs.name) == inputs else f"{inputs.name}.toml"
-
-
-def _flags(flags: Mapping[str, bool]) -> str:
-    return (
-        ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
-    )
+def _inputs_option(view: ArtifactView) -> list[str]:
+    inputs = view.layer_spec.inputs
+    if inputs == A16:
+        return []
+    is_known = NAMED_INPUTS.get(inputs.name) == inputs
+    return ["--input-schema", inputs.name if is_known else f"{inputs.name}.toml"]

@@ -72,7 +72,6 @@ class ArtifactSource(SafetensorsSource):
         self.quantization = self.artifact.manifest.source.quantization_config
         self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)
-        self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
         self._readers: dict[str, ExpertReader] = {}
         self._add_rank_files()
 
@@ -104,13 +103,12 @@ class ArtifactSource(SafetensorsSource):
         for path in sorted(self.artifact.manifest.files):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
-            file, header, _ = self._read_file(len(files), path)
+            file, header = self._read_file(len(files), path)
             for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
                 self.tensors[full] = ref._replace(name=full)
             files.append(file)
         self.files = tuple(files)
-        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
 
     # --- headers
 
@@ -131,30 +129,33 @@ class ArtifactSource(SafetensorsSource):
                 where=stray,
                 remedy="Verify the artifact.",
             )
-        because = (
-            f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
-        )
-        left = self.artifact.left  # among the copied tensors
         return ExpertMap(
-            self.artifact.family.name, because, layers, converted, copied, dropped, left
+            family=self.artifact.family.name,
+            chosen_because="read back from the kernel layout",
+            layers=layers,
+            converted=converted,
+            copied=copied,
+            dropped=dropped,
+            left=self.artifact.left,  # among the copied tensors
         )
 
     def _layer(self, name: str) -> MoeLayer:
         layer = self.artifact.moe_layer(name)
-        parts = {role: self._parts(name, names.GEMM_OF[role]) for role in layer.roles}
-        homes = self.artifact.grid.homes(layer.num_experts)
+        schema = self.artifact.schema_of(name)
+        formats = {role: self._format_of(schema.of(role)) for role in layer.roles}
+        slices = {role: self._slices(name, names.GEMM_OF[role]) for role in layer.roles}
         sources = tuple(
             {
-                role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()}
-                for role, of in parts.items()
+                role: {key: self._expert_ref(part, homes[0]) for key, part in tensors.items()}
+                for role, tensors in slices.items()
             }
-            for e in range(layer.num_experts)
+            for homes in self.artifact.grid.homes(layer.num_experts)
         )
         return replace(
             layer,
-            format=self.format_of(name),
-            dtype=parts["w2"]["weight"].dtype,
-            parts=parts,
+            format=per_projection(formats),
+            dtype=slices["w2"]["weight"].dtype,
+            parts=slices,
             sources=sources,
             input_scales=self._input_scales(name),
         )
@@ -167,42 +168,36 @@ class ArtifactSource(SafetensorsSource):
         refs = {}
         for gemm in names.GEMMS:
             name = names.input_scale(layer, gemm, inputs)
-            in_ranks = [
-                f"{names.rank_file(layer, *rank)}:{name}" for rank in self.artifact.grid.ranks
-            ]
-            missing = next((full for full in in_ranks if full not in self.tensors), None)
-            if missing is not None:
-                what = "A rank's activation scale is missing."
-                raise VerificationError(what, where=missing, remedy=_CONVERT_AGAIN)
-            refs[gemm] = tuple(self.tensors[full] for full in in_ranks)
+            in_ranks = []
+            for rank in self.artifact.grid.ranks:
+                full = f"{names.rank_file(layer, *rank)}:{name}"
+                if full not in self.tensors:
+                    what = "A rank's activation scale is missing."
+                    raise VerificationError(what, where=full, remedy=_CONVERT_AGAIN)
+                in_ranks.append(self.tensors[full])
+            refs[gemm] = tuple(in_ranks)
         return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
-    def _parts(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
+    def _slices(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
         """Map the rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
-        parts = {}
-        for index, rank in enumerate(self.artifact.grid.ranks):
+        slices: dict[str, TensorSlice] = {}
+        for rank in self.artifact.grid.ranks:
+            self.artifact.rank_file(layer, *rank)
             path = names.rank_file(layer, *rank)
-            if path not in self.artifact.manifest.files:
-                what = "The manifest lists no file for a rank."
-                raise VerificationError(what, where=path, remedy=_CONVERT_AGAIN)
-            try:
-                self.artifact.rank_file(layer, *rank)
-            except VerificationError as error:
-                self._refuse(error.where, error.what, error.expected, error.found)
             prefix = f"{path}:{layer}.{gemm}_"
+            suffix = f"@tp{rank[0]}-ep{rank[1]}" if slices else ""
             for tensor in self.artifact.header(path)[0]:
                 ref = self.tensors[f"{path}:{tensor}"]
                 if ref.name.startswith(prefix) and not names.is_input_scale(tensor):
-                    part = ref.name.removeprefix(prefix)
-                    key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
-                    parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
-            if not any(name.startswith("weight") for name in parts):
+                    key = f"{ref.name.removeprefix(prefix)}{suffix}"
+                    slices[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
+            if f"weight{suffix}" not in slices:
                 raise VerificationError(
                     "A rank file has no weights.",
                     where=f"{path}, tensor {layer}.{gemm}_weight",
                     remedy=_CONVERT_AGAIN,
                 )
-        return parts
+        return slices
 
     def _expert_ref(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:
         """Return an expert's bytes in a rank tensor, for counting; none in a file of another EP rank than `home`."""
@@ -212,14 +207,8 @@ class ArtifactSource(SafetensorsSource):
             return ref._replace(num_bytes=0)
         return ref.entry(local)
 
-    def format_of(self, layer: str) -> SourceFormat:
-        """Return the source format of a layer's schema; rotated weights have no codes to keep."""
-        schema = self.artifact.schema_of(layer)
-        return per_projection(
-            {role: self._format_of(schema.of(role)) for role in self.artifact.family.projections}
-        )
-
     def _format_of(self, schema: WeightSchema) -> SourceFormat:
+        """Return the source format of a schema; rotated weights have no codes to keep."""
         group_n, group_k = schema.scale_group()
         param = self.artifact.param_dtype
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
@@ -263,11 +252,8 @@ class ArtifactSource(SafetensorsSource):
         }
 
     def _refuse(self, where: str, what: str, expected: object, found: object) -> None:
-        """Raise InputError for a problem that the `weights` check of `verify` would list."""
-        remedy = "Verify the artifact; where it is damaged, convert the original model again."
-        raise InputError(
-            what, where=str(self.root / where), expected=expected, found=found, remedy=remedy
-        )
+        """Raise VerificationError for a problem that the `weights` check of `verify` would list."""
+        raise VerificationError(what, where=str(self.root / where), expected=expected, found=found)
 
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
@@ -284,38 +270,32 @@ class ArtifactSource(SafetensorsSource):
                 remedy="Convert the original model.",
             )
 
-        def tensor(bits: torch.Tensor | None, code: str) -> torch.Tensor | None:
-            """View bit patterns of one expert, E = 1, as a tensor of the safetensors dtype `code`."""
-            return None if bits is None else bits[0].contiguous().view(torch_dtype(code)).to(device)
+        def tensor(bits: torch.Tensor, dtype: str) -> torch.Tensor:
+            """View bit patterns of one expert, E = 1, as a tensor of a safetensors dtype."""
+            return bits[0].contiguous().view(torch_dtype(dtype)).to(device)
 
-        schema, param_code = (
-            self.artifact.schema_of(layer.name).of(role),
-            code_of(self.artifact.param_dtype),
-        )
-        scale = tensor(matrix.scale, matrix.scale_dtype)
-        assert scale is not None
+        schema = self.artifact.schema_of(layer.name).of(role)
+        param_dtype = code_of(self.artifact.param_dtype)
+        zero_dtype = param_dtype if schema.is_fp_zero_point else "U8"
+        scale_2_dtype = "F32" if schema.weight_scale_2_type == "tensor" else param_dtype
+        zeros, scale_2, bias = matrix.zero_point, matrix.scale_2, matrix.bias
         coded = CodedMatrix(
             b_dtype=schema.b_dtype,
             packed=bit_codec.pack(matrix.codes[0], schema.num_bits).to(device),
-            scale=scale,
+            scale=tensor(matrix.scale, matrix.scale_dtype),
             group_n=layer.format.of(role).group_n,
             group_k=layer.format.of(role).group_k,
-            zero_point=tensor(matrix.zero_point, param_code if schema.is_fp_zero_point else "U8"),
-            scale_2=tensor(
-                matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code
-            ),
+            zero_point=None if zeros is None else tensor(zeros, zero_dtype),
+            scale_2=None if scale_2 is None else tensor(scale_2, scale_2_dtype),
         )
         size = layer.shape(role)  # without the zeros that fill the last scale group
-        bias = tensor(matrix.bias, param_code)
-        bias = None if bias is None else resized(bias, size[:1])
-        origin = {"weight": where, "bias": where}
+        source = SourceMatrix({"weight": where, "bias": where})
+        if bias is not None:
+            source = replace(source, bias=resized(tensor(bias, param_dtype), size[:1]))
         if schema.rotation:  # rotated back; no target keeps these codes
-            return SourceMatrix(
-                origin, floats=resized(rotate(dequantize(coded), schema.rotation), size), bias=bias
-            )
-        return SourceMatrix(
-            origin, coded=coded, bias=bias, size=None if coded.shape == size else size
-        )
+            floats = rotate(dequantize(coded), schema.rotation)
+            return replace(source, floats=resized(floats, size))
+        return replace(source, coded=coded, size=None if coded.shape == size else size)
 
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:

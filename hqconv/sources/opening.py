@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import re
 from collections.abc import Iterator
@@ -17,12 +18,10 @@ from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.io import hub
 from hqconv.io.checkpoint_files import holds_safetensors, readable
 from hqconv.io.durable_files import size_of
-from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
 from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
-from hqconv.sources.gguf import open_with_gguf
 from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _NUM_DOWNLOADS = 4  # at a time
+# Kind of source → module and function that open it: of rooms that no other room imports.
+_OPENERS = {"gguf": ("hqconv.gguf.source", "open_gguf")}
 
 # A repo, one GGUF model of it (a part of the file's name, or the file), and a revision, which may have slashes.
 _REPO = re.compile(
@@ -101,7 +102,7 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
         )
     if revision is None and is_artifact(root) and read_manifest(root).is_kernel:
         return SourceLocation(root, "artifact")
-    if src and revision is None and holds_gguf(root):
+    if src and revision is None and root.is_dir() and any(root.glob("*.gguf")):
         return SourceLocation(root, "gguf")
     _refuse_common_mistakes(root)
     if not (src and root.is_dir()):  # Path("") is the current folder
@@ -194,15 +195,17 @@ def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool =
 def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
     """Open a located source, as `open_source` does. The files of an artifact are checked against its manifest."""
     root, repo_id, listing = location.root, location.repo_id, location.listing
-    if location.kind == "gguf":
-        source: Source = open_with_gguf(root, location.chosen, repo_id=repo_id, listing=listing)
+    if location.kind in _OPENERS:
+        module, function = _OPENERS[location.kind]
+        opener = getattr(importlib.import_module(module), function)
+        source: Source = opener(root, location.chosen, repo_id=repo_id, listing=listing)
     elif location.kind == "artifact":
         source = ArtifactSource(root, repo_id=repo_id, listing=listing)
     else:
         source = SafetensorsSource(root, repo_id=repo_id, listing=listing)
     try:
         if listing is not None and not is_lazy and location.kind != "artifact":
-            names = (*(file.name for file in source.files), *source.other_files)
+            names = (*(file.name for file in source.files), *source.sidecar_files.names)
             with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
                 list(pool.map(lambda name: source.fetch([name]), names))
         _check_against_manifest(source)
@@ -210,12 +213,7 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
         source.close()
         raise
     where = str(root) if repo_id is None else f"{repo_id} at commit {source.revision}"
-    _LOG.info(
-        "Opened the source %s: %s, %d bytes.",
-        where,
-        plural(len(source.files), "file"),
-        source.total_bytes,
-    )
+    _LOG.info("Opened the source %s: %s.", where, plural(len(source.files), "file"))
     return source
 
 
@@ -232,7 +230,10 @@ def _check_against_manifest(source: Source) -> None:
     snapshot.listed = {
         name: file.sha256 for name, file in manifest.files.items() if name not in COMPANIONS
     }
-    wrong = {*source.other_files, *(file.name for file in source.files)} - manifest.files.keys()
+    wrong = {
+        *source.sidecar_files.names,
+        *(file.name for file in source.files),
+    } - manifest.files.keys()
     if listing is None:
         missing = manifest.missing_files(lambda name: size_of(source.root / name))
     else:

@@ -9,7 +9,7 @@ vLLM would choose different files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,12 +20,11 @@ from hqconv.io import checkpoint_files, hub
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.gguf_header import StoredModel
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
-from hqconv.models.source_protocol import MadeFiles, SourceFile
+from hqconv.models.source_protocol import SourceFile, SourceReference
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.model_config import text_config
@@ -48,7 +47,11 @@ class SafetensorsSource:
     """An opened checkpoint whose experts are safetensors tensors; a context manager. See `source_protocol.Source`."""
 
     reads_ahead: ClassVar[bool] = True
-    stored_model: StoredModel | None = None
+    files: tuple[SourceFile, ...] = ()
+    tensors: dict[str, TensorRef]
+    index_sha256: str | None = None
+    quantization: dict[str, Any] | None = None
+    sorted_layers: frozenset[str] = frozenset()
 
     def __init__(
         self, root: Path, *, repo_id: str | None = None, listing: hub.Listing | None = None
@@ -62,16 +65,16 @@ class SafetensorsSource:
         self.guard.look_if_there(hub.SMALL_FILES)
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
-        here = {path.name for path in root.iterdir() if path.is_file()} | set(
-            listing.sizes if listing else ()
-        )
+        here = {path.name for path in root.iterdir() if path.is_file()}
+        if listing is not None:
+            here.update(listing.sizes)
         weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root)
         shards = sorted(filter(checkpoint_files.is_shard, here))
         names = [SINGLE] if SINGLE in shards else shards
         if weight_map is not None:
             names = sorted(set(weight_map.values()))
-            self._check_present(weight_map, has_single=SINGLE in shards)
-        self.files, self.tensors, self.metadata = self._read_files(names)
+            self._check_present(weight_map, here)
+        self.files, self.tensors = self._read_files(names)
         if weight_map is None:
             checkpoint_files.check_all_there(root, names)
         else:
@@ -89,23 +92,18 @@ class SafetensorsSource:
         self.listing, self.guard = listing, FileSnapshot(root)
         if repo_id is not None:
             self.guard.listed = hub.cached_digests(root) if listing is None else listing.digests
-        self.sorted_layers: frozenset[str] = frozenset()
-        self.made = MadeFiles()
         checkpoint_files.check_regular(root)
 
     def _finish(self, folder: Path | None) -> None:
         """Set what follows from `tensors`, and look at the sidecar files of the folder or of the repo."""
-        self.loose = SidecarFiles()
+        self.sidecar_files = SidecarFiles()
         if folder is not None:
-            listing = self.listing
-            self.loose = (
+            self.sidecar_files = (
                 SidecarFiles.of_folder(folder)
-                if listing is None
-                else SidecarFiles.of_listing(listing.sizes, folder)
+                if self.listing is None
+                else SidecarFiles.of_listing(self.listing.sizes, folder)
             )
-        self.other_files = self.loose.names
-        self.guard.look_if_there(self.other_files)
-        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+        self.guard.look_if_there(self.sidecar_files.names)
         self._descriptors = Descriptors(self._open_file)
 
     def map_experts(self) -> ExpertMap:
@@ -114,40 +112,32 @@ class SafetensorsSource:
 
     # --- headers
 
-    def _has(self, name: str) -> bool:
-        return (self.root / name).is_file() or (
-            self.listing is not None and name in self.listing.sizes
-        )
-
-    def _refuse_other_reading(self, others: Sequence[str]) -> None:
+    def _refuse_other_reading(self, names: Sequence[str]) -> None:
         """Refuse a file beside those of the checkpoint that holds some of the same tensors: servers choose differently.
 
         Raises InputError that names both.
         """
-
-        def tensors(name: str) -> Collection[str]:
-            try:
-                return self._read_header(name)[0]
-            except InputError:  # no server reads it either
-                return ()
-
         sets = {checkpoint_files.set_of(file.name) for file in self.files} - {None}
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for other, found in zip(others, pool.map(tensors, others), strict=True):
-                twice = min((name for name in found if name in self.tensors), default=None)
-                if twice is not None:
-                    one = self.files[self.tensors[twice].file].name
-                    raise checkpoint_files.tensor_in_two_files(twice, one, other)
-                if found and checkpoint_files.set_of(other) in sets:
-                    raise InputError(
-                        "The index does not name a shard of the checkpoint.",
-                        where=f"{self.root / other}, tensor {next(iter(found))!r}",
-                        expected=f"all shards in {INDEX}",
-                        remedy=checkpoint_files.COPY_AGAIN,
-                    )
+        for name in names:
+            try:
+                tensors, _ = self._read_header(name)
+            except InputError:  # no server reads it either
+                continue
+            twice = sorted(tensors.keys() & self.tensors.keys())
+            if twice:
+                own_name = self.files[self.tensors[twice[0]].file].name
+                raise checkpoint_files.tensor_in_two_files(twice[0], own_name, name)
+            if tensors and checkpoint_files.set_of(name) in sets:
+                raise InputError(
+                    "The index does not name a shard of the checkpoint.",
+                    where=f"{self.root / name}, tensor {next(iter(tensors))!r}",
+                    expected=f"all shards in {INDEX}",
+                    remedy=checkpoint_files.COPY_AGAIN,
+                )
 
-    def _check_present(self, weight_map: dict[str, str], *, has_single: bool) -> None:
-        if has_single and SINGLE not in weight_map.values():
+    def _check_present(self, weight_map: dict[str, str], here: set[str]) -> None:
+        """Check that all shards of the index are among the files that are here, and no other whole model."""
+        if SINGLE in here and SINGLE not in weight_map.values():
             raise InputError(
                 "The folder can be read in two ways.",
                 where=str(self.root),
@@ -156,54 +146,52 @@ class SafetensorsSource:
                 remedy=checkpoint_files.ONE_READING,
             )
         tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
-        missing = sorted(name for name in tensor_of if not self._has(name))
+        missing = [
+            name
+            for name in sorted(tensor_of)
+            if name not in here and not (self.root / name).is_file()  # in a folder of its own
+        ]
         if missing:
             shown = first_few(missing)
             what = f"Shards that the index names are missing ({len(missing)} of {len(tensor_of)}): {shown}."
             where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
             raise InputError(what, where=where, remedy="Copy or download the missing files.")
 
-    def _read_files(
-        self, names: list[str]
-    ) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef], tuple[Mapping[str, str], ...]]:
-        """Read the headers of all files: the files, all their tensors, and each file's metadata."""
+    def _read_files(self, names: list[str]) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef]]:
+        """Read the headers of all files: the files and all their tensors."""
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = list(pool.map(self._read_file, range(len(names)), names))
         tensors: dict[str, TensorRef] = {}
-        for _, refs, _ in read:
+        for _, refs in read:
             twice = tensors.keys() & refs.keys()
             if twice:
                 name = min(twice)
-                one, other = names[tensors[name].file], names[refs[name].file]
-                raise checkpoint_files.tensor_in_two_files(name, one, other)
+                first, second = names[tensors[name].file], names[refs[name].file]
+                raise checkpoint_files.tensor_in_two_files(name, first, second)
             tensors |= refs
-        return (
-            tuple(file for file, _, _ in read),
-            tensors,
-            tuple(metadata for _, _, metadata in read),
-        )
+        return tuple(file for file, _ in read), tensors
 
-    def _read_file(
-        self, number: int, name: str
-    ) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
+    def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef]]:
         if self._is_far(name):
             size, mtime_ns = self._size(name), 0
         else:
             status = self.guard.look(name)
             size, mtime_ns = status.st_size, status.st_mtime_ns if self.repo_id is None else 0
-        refs, metadata, sha256 = self._read_header(name, number)
-        return SourceFile(name, size, sha256, mtime_ns), refs, metadata
+        refs, sha256 = self._read_header(name, number)
+        return SourceFile(name, size, sha256, mtime_ns), refs
 
     def _is_far(self, name: str) -> bool:
         return self.listing is not None and not (self.root / name).is_file()
 
-    def _read_header(
-        self, name: str, number: int = 0
-    ) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+    def _read_header(self, name: str, number: int = 0) -> tuple[dict[str, TensorRef], str]:
+        """Return the tensors of a file, and the SHA-256 of its header."""
         if self.listing is None or not self._is_far(name):
-            return read_header(self.root / name, number)
-        where, size = f"{self.repo_id}/{name}", self._size(name)
-        return parse_header(where, self.listing.read_head(name), size, number)
+            tensors, _, sha256 = read_header(self.root / name, number)
+        else:
+            where, size = f"{self.repo_id}/{name}", self._size(name)
+            head = self.listing.read_head(name)
+            tensors, _, sha256 = parse_header(where, head, size, number)
+        return tensors, sha256
 
     def _size(self, name: str) -> int:
         """Return the size of a file, as reported by the Hub. Raises InputError for a file that the repo lacks."""
@@ -218,10 +206,6 @@ class SafetensorsSource:
         return self.listing.sizes[name]
 
     # --- files of a repo
-
-    def make_files(self) -> tuple[dict[str, bytes], str]:
-        """Return no files: a checkpoint has its own."""
-        return {}, ""
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine and is read from there."""
@@ -275,11 +259,6 @@ class SafetensorsSource:
 
     # --- experts
 
-    def read_raw(self, raw: RawExperts, places: Iterable[tuple[TensorRef, int]]) -> None:
-        """Read byte ranges into the buffer, each to its start. Raises InputError as `read_into`."""
-        buffer = raw.buffer.numpy().data
-        self.read_all_into((ref, buffer[start : start + ref.num_bytes]) for ref, start in places)
-
     def read_expert(
         self,
         layer: MoeLayer,
@@ -306,6 +285,10 @@ class SafetensorsSource:
         return host if device.type == "cpu" else host.to(device, non_blocking=True)
 
     # --- bytes
+
+    def reference(self) -> SourceReference | None:
+        """Return None: the files hold the tensors as they are."""
+        return None
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fill all of `buffer` (C-contiguous) with the tensor's bytes from byte `start` on; any thread may call it.

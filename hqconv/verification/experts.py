@@ -42,7 +42,6 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.figures import (
     NUM_FIGURES,
     Figures,
@@ -70,21 +69,27 @@ Place = Callable[
 ]  # tensor, shape and index of a value → where it lies
 
 
+@dataclass(frozen=True)
+class Sketches:
+    """Some weights of one matrix, of the source and of the artifact, float32 [n]."""
+
+    source: torch.Tensor
+    decoded: torch.Tensor
+
+
 @dataclass
-class Outcome:
+class ExpertResult:
     """Result of the check of one expert.
 
-    expected, found: fingerprints by role; `found` only of projections that are not as expected. content: content sums
-    by role. is_wrong: some value differs, or is none that a conversion writes. sketches: of a calibrated artifact, some
-    weights of the source and of the artifact by role.
+    expected, found: fingerprints by role; `found` only of projections that are not as expected. is_wrong: some value
+    differs, or is none that a conversion writes. sketches: by role, of a calibrated artifact.
     """
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Figures] = field(default_factory=dict)
     expected: dict[str, bytes] = field(default_factory=dict)
     found: dict[str, bytes] = field(default_factory=dict)
-    content: dict[str, Totals] = field(default_factory=dict)
-    sketches: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    sketches: dict[str, Sketches] = field(default_factory=dict)
     is_wrong: bool = False
 
     def note(self, where: str, what: str, expected: object, found: object) -> None:
@@ -96,19 +101,17 @@ class Outcome:
 class Original:
     """A layer of the source, and the encoding that turns it into the artifact's layer.
 
-    is_comparable: False for the source of an ancestor with other codes: only errors are measured. is_calibrated: codes
-    and scales are a calibration's, which cannot be repeated; the weights must be within bounds.
+    is_calibrated: codes and scales are a calibration's, which cannot be repeated; the weights must be within bounds.
     """
 
     source: Source
     layer: MoeLayer
     encoding: LayerEncoding
-    is_comparable: bool = True
     is_calibrated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
+class QuantizedSource:
     """Projections of some experts by role: the source's weights [E, N, K], and what a decoder should find of them.
 
     error_sums: by role of each expert, as the conversion measures them; waits for the device.
@@ -141,7 +144,7 @@ class LayerCheck:
     @property
     def is_compared(self) -> bool:
         """True if codes must be those of the source, quantized."""
-        return self.original is not None and self.original.is_comparable
+        return self.original is not None and not self.original.is_calibrated
 
     def _folding(self) -> FusedExponents | None:
         """Fusion of exponents into codes; None without good headers, since nothing is compared then."""
@@ -157,29 +160,27 @@ class LayerCheck:
 
     # --- one expert
 
-    def run(self, expert: int) -> Outcome:
+    def run(self, expert: int) -> ExpertResult:
         """Check one expert on the CPU, and name everything that is wrong with it."""
-        outcome = Outcome()
+        total = ExpertResult()
         for gemm in names.GEMMS:
-            found = self._read(gemm, expert, outcome)
+            decoded = self._read(gemm, expert, total)
             try:
                 expected = self._expected_alone(expert, roles_of(self.layer, gemm))
             except HqconvError as error:
-                outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
-                [measured] = self._judge(found, None, range(expert, expert + 1))
-                outcome.content |= measured.content
+                total.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
-            [measured] = self._judge(found, expected, range(expert, expert + 1))
-            outcome.figures |= measured.figures
-            outcome.content |= measured.content
-            outcome.expected |= measured.expected
-            outcome.sketches |= measured.sketches
-            outcome.findings += measured.findings
+            [measured] = self._measure(decoded, expected, range(expert, expert + 1))
+            total.figures |= measured.figures
+            total.expected |= measured.expected
+            total.sketches |= measured.sketches
+            total.findings += measured.findings
             if measured.is_wrong:
-                self._name(gemm, expert, found, expected if self.is_compared else None, outcome)
-        return outcome
+                compared = expected if self.is_compared else None
+                self._name(gemm, expert, decoded, compared, total)
+        return total
 
-    def _read(self, gemm: str, expert: int, outcome: Outcome) -> dict[str, DecodedStack]:
+    def _read(self, gemm: str, expert: int, outcome: ExpertResult) -> dict[str, DecodedStack]:
         """Decode one expert's projections; without those that cannot be read, which are noted."""
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
@@ -196,8 +197,8 @@ class LayerCheck:
         gemm: str,
         expert: int,
         found: dict[str, DecodedStack],
-        expected: Expected | None,
-        outcome: Outcome,
+        expected: QuantizedSource | None,
+        outcome: ExpertResult,
     ) -> None:
         for role in found:
             if not math.isfinite(outcome.figures[role].decoded_power):
@@ -212,29 +213,25 @@ class LayerCheck:
 
     def _add_strays(
         self,
+        decoded: Mapping[str, DecodedStack],
+        expected: QuantizedSource,
         experts: range,
-        found: Mapping[str, DecodedStack],
-        expected: Expected,
-        outcomes: Sequence[Outcome],
+        results: Sequence[ExpertResult],
     ) -> None:
         """Note where calibrated matrices are not the source's, and add their sketches."""
-        for role, stack in found.items():
-            weights, each = expected.weights[role], (stack, expected.stacks[role])
-            of_both = [
-                row_sums(one, weights, self.schema.of(role), self.artifact.param_dtype)
-                for one in each
-            ]
-            sums = [rows.cpu().numpy() for rows, _ in of_both]
-            sketches = zip(sketch(weights).cpu(), of_both[0][1].cpu(), strict=True)
-            for expert, outcome, ours, theirs, pair in zip(
-                experts, outcomes, *sums, sketches, strict=True
-            ):
-                outcome.sketches[role] = pair
-                for what, *texts in strays(ours, theirs, stack.codes.size(2)):
-                    outcome.note(
-                        f"layer {self.layer.name}, {role} of expert {expert}", what, *texts
-                    )
-                    outcome.is_wrong = True
+        dtype = self.artifact.param_dtype
+        for role, stack in decoded.items():
+            weights, schema = expected.weights[role], self.schema.of(role)
+            found_rows, found_sketch = row_sums(stack, weights, schema, dtype)
+            rounded_rows, _ = row_sums(expected.stacks[role], weights, schema, dtype)
+            found, rounded = found_rows.cpu().numpy(), rounded_rows.cpu().numpy()
+            decoded_sketch, source_sketch = found_sketch.cpu(), sketch(weights).cpu()
+            for index, result in enumerate(results):
+                result.sketches[role] = Sketches(source_sketch[index], decoded_sketch[index])
+                where = f"layer {self.layer.name}, {role} of expert {experts[index]}"
+                for stray in strays(found[index], rounded[index], stack.codes.size(2)):
+                    result.note(where, *stray)
+                    result.is_wrong = True
 
     def _where(
         self,
@@ -261,7 +258,7 @@ class LayerCheck:
         path = names.rank_file(self.layer.name, tp_rank, ep_rank)
         return f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, {role} of expert {expert} (local {local})"
 
-    def _expected_alone(self, expert: int, roles: Sequence[str]) -> Expected | None:
+    def _expected_alone(self, expert: int, roles: Sequence[str]) -> QuantizedSource | None:
         if self.original is None:
             return None
         encoding = self.original.encoding
@@ -282,7 +279,7 @@ class LayerCheck:
         weights: Mapping[str, torch.Tensor],
         tensors: Mapping[str, Mapping[str, torch.Tensor]],
         error_sums: Callable[[], Mapping[str, Sequence[ErrorSums]]],
-    ) -> Expected:
+    ) -> QuantizedSource:
         """weights: of the source by role. tensors: of the quantizer by role, packed [E, …]."""
         rotations = {role: self.schema.of(role).rotation for role in weights}
         weights = {
@@ -295,62 +292,48 @@ class LayerCheck:
             stacks[role] = decode_packed(
                 bits, self.schema.of(role), code_of_torch(of_role["weight_scale"].dtype)
             )
-        return Expected(
+        return QuantizedSource(
             weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums
         )
 
-    def _judge(
-        self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range
-    ) -> list[Outcome]:
+    def _measure(
+        self, decoded: Mapping[str, DecodedStack], expected: QuantizedSource | None, experts: range
+    ) -> list[ExpertResult]:
         """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
-        columns, totals = [], {}
-        for role, stack in found.items():
-            weights = None if expected is None else expected.weights[role]
-            is_alone = expected is None or not self.is_compared
-            wrong = (
-                stack.wrong
-                if is_alone or expected is None
-                else differs(stack, expected.stacks[role])
-            )
-            schema, misread = self.schema.of(role), self.misread[names.GEMM_OF[role]]
-            columns += [
-                measure(stack, weights, schema, self.artifact.param_dtype, misread),
-                wrong.double().unsqueeze(1),
-            ]
-            totals[role] = stack_totals(stack, schema)
+        columns = []
+        for role, stack in decoded.items():
+            weights, wrong = None, stack.wrong
+            if expected is not None:
+                weights = expected.weights[role]
+                if self.is_compared:
+                    wrong = differs(stack, expected.stacks[role])
+            misread = self.misread[names.GEMM_OF[role]]
+            dtype = self.artifact.param_dtype
+            columns.append(measure(stack, weights, self.schema.of(role), dtype, misread))
+            columns.append(wrong.double().unsqueeze(1))
         rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
-        sums = {
-            role: {name: one.cpu() for name, one in of_role.items()}
-            for role, of_role in totals.items()
-        }
         quantizer = {} if expected is None else expected.error_sums()
-        prints = (
-            {}
-            if expected is None
-            else {role: fingerprints(one.codes) for role, one in expected.stacks.items()}
-        )
-        outcomes = []
+        prints = {}
+        if expected is not None:
+            prints = {role: fingerprints(stack.codes) for role, stack in expected.stacks.items()}
+        results = []
         for index, row in enumerate(rows):
-            outcome = Outcome(expected={role: of_role[index] for role, of_role in prints.items()})
-            outcome.is_wrong = not all(map(math.isfinite, row))
-            for number, (role, stack) in enumerate(found.items()):
-                *numbers, wrong = row[number * (NUM_FIGURES + 1) : (number + 1) * (NUM_FIGURES + 1)]
-                figures = figures_of(
-                    numbers, stack, self.schema.of(role), has_source=expected is not None
-                )
-                figures.quantizer = (
-                    quantizer[role][index] if quantizer and self.is_compared else None
-                )
+            result = ExpertResult(expected={role: texts[index] for role, texts in prints.items()})
+            result.is_wrong = not all(map(math.isfinite, row))
+            for number, (role, stack) in enumerate(decoded.items()):
+                start = number * (NUM_FIGURES + 1)
+                numbers, is_wrong = row[start : start + NUM_FIGURES], row[start + NUM_FIGURES]
+                schema = self.schema.of(role)
+                figures = figures_of(numbers, stack, schema, has_source=expected is not None)
+                if quantizer and self.is_compared:
+                    figures.quantizer = quantizer[role][index]
                 figures.is_folded = self.folding is not None and self.folding.folds(role)
-                outcome.is_wrong |= bool(wrong)
-                outcome.figures[role] = figures
-                outcome.content[role] = expert_totals(
-                    sums[role], index, is_flushed=figures.num_flushed > 0
-                )
-            outcomes.append(outcome)
-        if expected is not None and self.original is not None and self.original.is_calibrated:
-            self._add_strays(experts, found, expected, outcomes)
-        return outcomes
+                result.is_wrong |= bool(is_wrong)
+                result.figures[role] = figures
+            results.append(result)
+        if expected is not None and not self.is_compared:
+            self._add_strays(decoded, expected, experts, results)
+        return results
 
     # --- batches on a device
 
@@ -361,7 +344,7 @@ class LayerCheck:
         for begin in range(0, total, size):
             yield range(begin, min(begin + size, total))
 
-    def run_batch(self, experts: range, batches: Batches) -> list[Outcome | None]:
+    def run_batch(self, experts: range, batches: Batches) -> list[ExpertResult | None]:
         """Check some experts at once: the outcome of each, or None for an expert that must be checked alone."""
         if not self._batch_size(batches.staging):
             return [None] * len(experts)
@@ -394,7 +377,7 @@ class LayerCheck:
         gpu_bytes = staging.gpu_bytes // (_GPU_BYTES_PER_WEIGHT * weights)
         return max(0, min((staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
 
-    def _check_batch(self, experts: range, batches: Batches) -> list[Outcome]:
+    def _check_batch(self, experts: range, batches: Batches) -> list[ExpertResult]:
         original, reader = self.original, self.reader
         assert reader is not None
         stored = reader.plan(experts)
@@ -403,9 +386,8 @@ class LayerCheck:
         with batches.host_buffer() as host:
             reader.fill(stored, host.numpy().data[begin:])
             if original is not None and raw_layout is not None:
-                original.source.read_raw(
-                    RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges
-                )
+                raw = RawExperts(raw_layout, host[: raw_layout.num_bytes])
+                original.source.read_all_into(raw.views(raw_layout.ranges))
             with batches.on_device:
                 buffer = host[: begin + stored.num_bytes].to(
                     batches.staging.device, non_blocking=True
@@ -414,9 +396,11 @@ class LayerCheck:
                 if original is not None and raw_layout is not None:
                     raw = RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
                     expected = self._expected_batch(original, experts, raw)
-                return self._judge(found, expected, experts)
+                return self._measure(found, expected, experts)
 
-    def _expected_batch(self, original: Original, experts: range, raw: RawExperts) -> Expected:
+    def _expected_batch(
+        self, original: Original, experts: range, raw: RawExperts
+    ) -> QuantizedSource:
         encoder = LayerEncoder(
             original.source, original.layer, original.encoding, raw.buffer.device
         )

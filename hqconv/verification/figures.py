@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv import __version__
-from hqconv.artifact.manifest import ManifestLayer, ProjectionError
+from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import projection_errors, relative_error
-from hqconv.errors import number_text
-from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE, gemm_conversion
 from hqconv.jit import compiled_sums
 from hqconv.layout_decoder.codes import Array, has_loops
 from hqconv.layout_decoder.decode import DecodedStack
@@ -30,6 +27,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.result import CheckResult, compare_dicts
+from hqconv.version import __version__
 
 _DECODED = 2.0**-20  # of a weight: error of float32 products on top of its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
@@ -425,29 +423,3 @@ def check_search(artifact: Artifact, result: CheckResult) -> None:
         f"{quantizer_version(quantizer)} (hqconv {__version__})",
         f"{artifact.manifest.quantizer_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
     )
-
-
-def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: CheckResult) -> None:
-    """Check recorded scale changes: present only for rounded scales, and not larger than rounding causes."""
-    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # artifacts have no other dtype
-    for role, error in layer.quantization_error.items():
-        is_rounded = (
-            gemm_conversion(layer.conversion, "w2" if role == "w2" else "w13") == DIRECT_ROUNDED
-        )
-        change, worst = error.largest_scale_change, error.worst_relative_error
-        where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
-        if not is_rounded or change is None:
-            if is_rounded or change is not None:
-                what = (
-                    "A change of scales is recorded where none is rounded, or none where they are."
-                )
-                result.add(where, what, "a number" if is_rounded else "none", change)
-            continue
-        if not 0 <= change <= limit:
-            what = "Scales moved further than rounding moves them."
-            result.add(
-                where, what, f"at most {limit:.4g} for {param_dtype}", number_text(change, limit)
-            )
-        if not worst <= change + _DECODED:
-            what = "The recorded error is larger than the change of scales explains."
-            result.add(where, what, f"at most {change:.4g}", number_text(worst, change))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import HqconvError, plural, value_texts
-from hqconv.schemas import untrusted_files
 
 MAX_ERROR = "max_error"  # the check of the limit that the user gave
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
@@ -34,16 +33,12 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """Result of one check. `measured`: layer → figures; `notes`: the extent of the check, and what it left out.
-
-    `of_experts`: layer → projection → each expert's relative error against the source, where the check measures it.
-    """
+    """Result of one check. `measured`: layer → figures; `notes`: the extent of the check, and what it left out."""
 
     name: str
     findings: list[Finding] = field(default_factory=list)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    of_experts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     skipped: str = ""
     _num_of_kind: dict[str, int] = field(default_factory=dict, repr=False)
     _place_of_rest: dict[str, int] = field(default_factory=dict, repr=False)
@@ -79,18 +74,6 @@ class CheckResult:
         self.findings[place : place + 1] = [rest]
 
 
-def compare_names(
-    where: str, kind: str, found: Collection[str], expected: Collection[str], result: CheckResult
-) -> None:
-    """Add a finding for each missing or unexpected name; `kind`: the named things, for the message."""
-    for name in sorted(set(expected) - set(found)):
-        result.add(f"{where}, {kind} {name}", f"A {kind} is missing.", "present", "absent")
-    for name in sorted(set(found) - set(expected)):
-        result.add(
-            f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present"
-        )
-
-
 def compare_dicts(
     where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
 ) -> None:
@@ -109,21 +92,6 @@ def compare_dicts(
         ]
         if texts[0] != texts[1]:
             result.add(f"{where}: {key}", what, *texts)
-
-
-def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
-    """Read the JSON object in a file of the artifact; None and a finding if there is none."""
-    try:
-        document = untrusted_files.read_json(path, untrusted_files.MAX_LIST_BYTES)
-    except (OSError, ValueError) as error:
-        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
-        return None
-    if not isinstance(document, dict):
-        result.add(
-            path.name, "A file cannot be read as JSON.", "a JSON object", type(document).__name__
-        )
-        return None
-    return document
 
 
 @dataclass

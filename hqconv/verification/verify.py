@@ -34,7 +34,6 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.input_schema import LayerSpec
 from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks, refuse_unknown_layers
-from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
 from hqconv.verification.result import ERRORS_OF_WEIGHTS, MAX_ERROR, CheckResult, VerificationReport
@@ -261,18 +260,7 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
 
 
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
-    """Run the `weights` check; asked for by name, the artifact's codes must be comparable with the source's."""
-    lineage = None if source is None else Lineage.of(artifact, source)
-    obstacle = (
-        "" if lineage is None or lineage.is_original else lineage.why_not_comparable(artifact)
-    )
-    if obstacle and options.checks and "weights" in options.checks:
-        raise RequestError(
-            "The weights cannot be compared with this source.",
-            where="--source",
-            found=obstacle,
-            remedy="Verify it against the artifact that it was made from, or leave the check out.",
-        )
+    """Run the `weights` check."""
     limits = (options.layers, options.num_threads, options.max_memory_bytes)
     meter, device = _meter("weights", artifact, options), _weights_device(options.device)
     return check_weights(artifact, source, *limits, device, meter, options.cache)

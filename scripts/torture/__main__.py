@@ -21,18 +21,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.torture import (
-    configs,
-    disks,
-    faults,
-    headers,
-    kills,
-    limits,
-    manifests,
-    rewrites,
-    several,
-    signals,
-)
+from scripts.torture import configs, disks, faults, headers, kills, limits, manifests, several
 from scripts.torture.place import Place
 from scripts.torture.tally import Tally
 
@@ -61,9 +50,7 @@ SUITES = {
     "faults": Suite(faults.run, 1900, 8, "failing calls"),
     "disks": Suite(disks.run, 200, 0, "conversions", "mounts"),
     "several": Suite(several.run, 150, 3, "places"),
-    "rewrites": Suite(rewrites.run, 620, 5, "conversions"),
     "limits": Suite(limits.run, 200, 5, "conversions"),
-    "signals": Suite(signals.run, 120, 0, "signals", "work"),
     "headers": Suite(headers.run, 1_000_000, 10_000, "mutants", "work"),
     "configs": Suite(configs.run, 40_000, 100, "mutants", "work"),
     "manifests": Suite(manifests.run, 2500, 40, "mutants", "work"),

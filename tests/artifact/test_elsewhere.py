@@ -179,7 +179,7 @@ def test_verify_sees_an_entry_that_was_changed(served: dict[str, Path], tmp_path
             f for result in conversions.check(copy, None, "files").results for f in result.findings
         ]
         assert {f.what for f in findings} == {
-            "The config does not keep transformers away from all of the model."
+            "A value is not what the request and the source give."
         }
 
 

@@ -23,8 +23,6 @@ from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
 
 LAYER = "model.layers.0.mlp.experts"
-FAMILIES = {"mixtral": "w1 w3 w2", "qwen3_moe": "gate_proj up_proj down_proj"}
-FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3"), FAMILIES["qwen3_moe"])
 
 
 def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
@@ -55,10 +53,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="memory is not enough") as caught:
-        artifact_load._host_memory((1 << 32, 1 << 20), "the layer")
-    assert caught.value.expected == "16777216.00 GiB"
-
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
@@ -73,7 +67,7 @@ def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert caught.value.found == "5 MiB free"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_dequantized_experts_in_the_model_cost_what_the_schema_predicts(
     tmp_path: Path, family: str
 ) -> None:
@@ -163,9 +157,6 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     run(source, tmp_path / "packed", "int4-g64", layout="checkpoint")
     with pytest.raises(RequestError, match="no ranks"):
         hqconv.load(tmp_path / "packed", layer=LAYER)
-    with pytest.raises(AttributeError, match="no attribute 'x'"):
-        _ = hqconv.x
-
     with pytest.raises(RequestError, match="checkpoint layout"):
         hqconv.dequantize(tmp_path / "packed", layer=LAYER)
 
@@ -198,15 +189,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("load") / "out"
     run(source, out, "int4-g64", Grid(2, 2))
     return out
 
 
 @pytest.fixture
-def copy(made: Path, source: Path, tmp_path: Path) -> Damaged:
-    return Damaged(Path(shutil.copytree(made, tmp_path / "out")), source, "int4-g64")
+def copy(artifact: Path, source: Path, tmp_path: Path) -> Damaged:
+    return Damaged(Path(shutil.copytree(artifact, tmp_path / "out")), source, "int4-g64")
 
 
 def other_target(copy: Damaged) -> None:
@@ -221,12 +212,6 @@ EXCHANGED: dict[str, tuple[Callable[[Damaged], object], str]] = {
     "TP ranks": (
         lambda c: c.swap_files(
             c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 1, 0), as_their_own=False
-        ),
-        "rank",
-    ),
-    "EP ranks": (
-        lambda c: c.swap_files(
-            c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 0, 1), as_their_own=False
         ),
         "rank",
     ),
@@ -265,18 +250,6 @@ def test_exchanged_files_are_no_source(what: str, copy: Damaged, tmp_path: Path)
     run(copy.source, tmp_path / "good", "int4-g64")
     report = check(copy.root, copy.source)
     assert not report.passed
-
-
-def test_an_exchanged_source_of_verify_is_no_internal_error(
-    copy: Damaged, made: Path, tmp_path: Path
-) -> None:
-    run(made, tmp_path / "again", "source", Grid(1, 2))
-    EXCHANGED["layers"][0](copy)
-    copy.reseal()
-    report = check(tmp_path / "again", copy.root)
-    assert any(
-        "another layer" in finding.what for result in report.results for finding in result.findings
-    )
 
 
 @pytest.mark.parametrize("read", [hqconv.load, hqconv.dequantize])

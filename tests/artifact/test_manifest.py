@@ -257,13 +257,11 @@ MIXED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "left: lists": (with_left([[LEFT]]), "left_blocks"),
     "left: an object": (with_left({LEFT: 1}), "left_blocks"),
     "left: a name that leads elsewhere": (with_left(["../x"]), "left_blocks"),
-    "left: twice": (with_left([LEFT, LEFT]), "left_blocks"),
     "left: a layer that is there": (with_left([LEFT, PLAIN]), "left_blocks"),
     "own: no name of a schema": (lambda w: own(w).pop("schema_name"), f"{OWN}: schema_name"),
     "own: a number for a name": (with_own(schema_name=8), f"{OWN}: schema_name"),
     "own: no input schema": (lambda w: own(w).pop("input_schema"), f"{OWN}: input_schema"),
     "own: a list of input schemas": (with_own(input_schema=["fp8"]), f"{OWN}: input_schema"),
-    "own: no weights": (lambda w: own(w).pop("weight_schema"), f"{OWN}: weight_schema"),
     "own: weights in words": (with_own(weight_schema="fp8"), f"{OWN}: weight_schema"),
     "own: unknown weights": (
         with_own(weight_schema={"b_dtype": "float3"}),
@@ -277,17 +275,12 @@ MIXED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "own: pairs that are none": (with_own(activation_schema=["abc"]), f"{OWN}: activation_schema"),
     "own: unknown activations": (with_own(activation_schema={"a_dtype": 8}), f"{OWN}: a_dtype"),
     "own: no target": (lambda w: own(w).pop("target"), f"{OWN}: target"),
-    "own: another target": (with_own(target="sm80"), f"{OWN}: target"),
-    "own: a compiler": (with_own(cuda="13.0"), f"{OWN}: cuda"),
     "activations in words": (lambda w: w.update(activation_schema="abc"), "activation_schema"),
     "activations that are pairs": (
         lambda w: w.update(activation_schema=["abc"]),
         "activation_schema",
     ),
     "compiler: a number": (lambda w: w.update(cuda=13.0), "cuda"),
-    "version: the first": (lambda w: w.update(format_version=1), "format_version"),
-    "version: the second for nothing": (nothing_own, "format_version"),
-    "the checkpoint layout": (lambda w: w.update(layout="checkpoint"), "layout"),
 }
 
 

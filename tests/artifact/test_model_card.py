@@ -1,9 +1,11 @@
-"""The model card and SHA256SUMS: what they say, whatever the source's own card is."""
+"""Documents beside an artifact's weights: model card, SHA256SUMS, evaluation.json."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,12 @@ import pytest
 import yaml
 
 import hqconv
-from hqconv.artifact.manifest import (
-    Manifest,
-    ManifestLayer,
-    ManifestSource,
-    ProjectionError,
-    TensorAccounting,
-)
-from hqconv.artifact.model_card import card_bytes
+from hqconv.artifact.manifest import ManifestSource, read_manifest
+from hqconv.artifact.model_card import card_bytes, read_evaluation, write_evaluation
 from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, check, evaluation_of, manifest, run
 from tests.make.qwen import write_qwen3_moe
 
 CARD = b"""---
@@ -42,7 +38,6 @@ model-index: [{name: x, results: []}]
 text: "|"
 ```
 Last line without an end"""
-MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
 NO_YAML = "The front matter of README.md was not taken over: it is no YAML of keys and values, or larger than 4 MiB."
 
 
@@ -59,9 +54,9 @@ def source(model: Path, tmp_path: Path) -> Path:
 
 
 def front(card: bytes) -> dict[str, Any]:
-    words = yaml.safe_load(card.split(b"---\n")[1])
-    assert isinstance(words, dict)
-    return words
+    document = yaml.safe_load(card.split(b"---\n")[1])
+    assert isinstance(document, dict)
+    return document
 
 
 def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> None:
@@ -80,113 +75,70 @@ def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> Non
         "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n"
         in text
     )
-    assert "block" not in text
     assert "| for | sm90; 2 TP x 1 EP ranks; no other GPU or ranks |" in text
-    worst = max(words["w1"]["relative_error"] for words in report.errors.values())
+    assert str(tmp_path) not in text
+    worst = max(errors["w1"]["relative_error"] for errors in report.errors.values())
     assert f"| {worst:.5f} |" in text.split("gate (w1)")[1].split("\n")[0]
     assert "hqconv verify . --source SRC" in text
     assert_verified(tmp_path / "out", source)
 
 
-def test_the_sources_card_is_kept_whole(source: Path, tmp_path: Path) -> None:
-    """And not once more inside itself, where an artifact is cut again."""
-    run(source, tmp_path / "out", "int4-g64", Grid(2, 1))
-    run(tmp_path / "out", tmp_path / "again", "source")
-    cards = [
-        (tmp_path / name / "README.md").read_bytes().partition(MARKER) for name in ("out", "again")
-    ]
-    listing, body = CARD.split(b"---\n")[1], CARD.split(b"---\n", 2)[2]
-    assert cards[0][2] == cards[1][2] == b"\n```yaml\n" + listing + b"```\n\n" + body
-    assert cards[0][0] != cards[1][0]
-    assert front(cards[1][0]) == front(cards[0][0])
-    assert_verified(tmp_path / "again", tmp_path / "out")
-
-
-def test_a_card_of_a_repo() -> None:
-    text = card_bytes(_manifest(), None, is_artifact=False).decode()
+def test_a_card_of_a_repo(model: Path, tmp_path: Path) -> None:
+    """Its bytes depend on the manifest without its `files`, and on the front matter of the source's card."""
+    run(model, tmp_path / "out", "int4-g64")
+    recorded = read_manifest(tmp_path / "out")
+    repo = ManifestSource(name="org/name", revision="0" * 40, files=[])
+    described = replace(recorded, source=repo, tp=2, ep=2, files={})
+    text = card_bytes(described, None).decode()
     assert "base_model:\n- org/name\nbase_model_relation: quantized\n" in text
-    assert f"hqconv verify . --source org/name --revision {'0' * 40}\n" in text
-    assert text.endswith("## Warnings\n\nWhat the conversion warned of:\n\n* Something | odd.\n")
+    assert f"| source | org/name at {'0' * 40} |" in text
+    assert "| schema | int4-g64: uint4, " in text
+    assert f"    hqconv verify . --source org/name --revision {'0' * 40}\n" in text
+    assert "vLLM has no start for these ranks." in text
+    start, _, body = CARD.rpartition(b"---\n")
+    card = card_bytes(described, CARD)
+    assert card == card_bytes(described, start + b"---\nAnother text.")
+    assert body not in card
 
 
-def _manifest() -> Manifest:
-    layer = ManifestLayer(
-        **dict.fromkeys(("layer", "num_experts", "hidden_size", "intermediate_size", "top_k"), 1),
-        activation="silu",
-        gated=True,
-        source_dtype="BF16",
-        source_format={},
-        source_parts={},
-        w13_order=["gate", "up"],
-        content_sums={},
-        conversion="quantized",
-        quantization_error={
-            "w2": ProjectionError(relative_error=0.25, worst_expert=0, worst_relative_error=0.25)
-        },
-    )
-    return Manifest(
-        format_version=1,
-        hqconv_version="0",
-        humming_kernels_version="0",
-        source=ManifestSource(name="org/name", revision="0" * 40, files=[]),
-        layout="kernel",
-        schema_name="mxfp4",
-        weight_schema={},
-        input_schema="a16",
-        dtype="bfloat16",
-        target="sm90",
-        tp=2,
-        ep=2,
-        expert_placement="linear",
-        redundant_experts=0,
-        family="mixtral",
-        warnings=["Something | odd."],
-        blocks={"a.b": layer},
-        files={},
-        tensors=TensorAccounting(converted={}, copied=[], dropped={}),
-    )
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"a: [",
-        b"- 1\n- 2",
-        b"a: \xff",
-        b"a: 2024-13-45",
-        b"? [1]\n: {}",
-        b"a: " + b"[" * 20_000,
-        b"a: " + b"x" * (5 << 20),
-        b"a: !!python/object:os.system {}",
-    ],
+NOT_YAML = (
+    b"a: [",
+    b"- 1\n- 2",
+    b"a: \xff",
+    b"a: 2024-13-45",
+    b"? [1]\n: {}",
+    b"a: " + b"[" * 20_000,
+    b"a: " + b"x" * (5 << 20),
+    b"a: !!python/object:os.system {}",
 )
-def test_front_matter_that_cannot_be_read(raw: bytes, source: Path, tmp_path: Path) -> None:
-    (source / "README.md").write_bytes(b"---\n" + raw + b"\n---\nbody")
+
+
+def test_front_matter_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+    for raw in NOT_YAML:
+        (source / "README.md").write_bytes(b"---\n" + raw + b"\n---\nbody")
+        found = FrontMatter.of((source / "README.md").read_bytes())
+        assert (found.document, found.problem != "") == ({}, True), raw[:20]
     report = run(source, tmp_path / "out", "int4-g64")
     assert NO_YAML in report.warnings
     assert NO_YAML in manifest(tmp_path / "out")["warnings"]
     assert hqconv.inspect(tmp_path / "out")["warnings"] == list(report.warnings)
     card = (tmp_path / "out/README.md").read_bytes()
-    assert f"* {NO_YAML}".encode() in card
-    assert card.endswith(raw + b"\n```\n\nbody")
+    assert b"body" not in card
     assert set(front(card)) == {"library_name", "tags"}
 
 
-@pytest.mark.parametrize(
-    ("card", "words", "body"),
-    [
-        (b"", {}, b""),
-        (b"# No front", {}, b"# No front"),
-        (b"\xef\xbb\xbf---\r\na: b\r\n---\r\n# T", {"a": "b"}, b"# T"),
-        (b"---\n---\nx", {}, b"x"),
-        (b"---\na: b\n---", {"a": "b"}, b""),
-        (b"---\nnever ends", {}, b"---\nnever ends"),
-        (b"text\n---\na: b\n---\n", {}, b"text\n---\na: b\n---\n"),
-    ],
-)
-def test_front_matter(card: bytes, words: dict[str, Any], body: bytes) -> None:
-    found = FrontMatter.of(card)
-    assert (found.document, found.body, found.problem) == (words, body, "")
+def test_front_matter() -> None:
+    cards: dict[bytes, dict[str, Any]] = {
+        b"": {},
+        b"# No front": {},
+        b"\xef\xbb\xbf---\r\na: b\r\n---\r\n# T": {"a": "b"},
+        b"---\n---\nx": {},
+        b"---\na: b\n---": {"a": "b"},
+        b"---\nnever ends": {},
+        b"text\n---\na: b\n---\n": {},
+    }
+    for card, values in cards.items():
+        assert FrontMatter.of(card) == FrontMatter(values), card
 
 
 def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:
@@ -241,15 +193,38 @@ def test_a_published_artifact_verifies_and_converts(source: Path, tmp_path: Path
     out = tmp_path / "out"
     run(source, out, "int4-g64", Grid(2, 1))
     (out / "README.md").write_text("A card of our own.")
+    (out / "evaluation.json").write_text("Ours, too.")
     (out / ".gitattributes").write_text("*.safetensors filter=lfs")
     (out / ".cache/huggingface/download").mkdir(parents=True)
     (out / ".cache/huggingface/download/config.json.metadata").write_text("x")
     report = check(out, source, "files", "weights")
     assert report.passed
     run(out, tmp_path / "again", "source")
-    assert (
-        (tmp_path / "again/README.md")
-        .read_text()
-        .endswith(f"{MARKER.decode()}\nA card of our own.")
-    )
     assert hqconv.inspect(out)["missing_or_resized_files"] == []
+
+
+def test_an_evaluation_counts_while_it_is_whole_and_names_the_manifest(
+    model: Path, tmp_path: Path
+) -> None:
+    """Whatever else lies there: it may come with a stranger's artifact."""
+    run(model, tmp_path / "out", "int4-g64")
+    described = read_manifest(tmp_path / "out")
+    whole = evaluation_of(described.sha256)
+    assert read_evaluation(tmp_path, described) is None
+    write_evaluation(tmp_path, whole)
+    assert read_evaluation(tmp_path, described) == whole
+    assert read_evaluation(tmp_path, replace(described, sha256="cd" * 32)) is None
+    used = whole.keys() - {"kind", "warnings"}
+    altered: list[Any] = [[whole], "x"]
+    altered += [{key: whole[key] for key in whole if key != missing} for missing in used]
+    altered += [{**whole, key: value} for key in used for value in (None, [], {}, True)]
+    for key in ("kl", "perplexity", "mean_nll", "top1_agreement"):
+        inner = whole[key] if isinstance(whole[key], dict) else {}
+        altered.append({**whole, key: 10**400})  # no float
+        altered += [{**whole, key: {**inner, name: 10**400}} for name in inner]
+        altered += [{**whole, key: {**inner, name: "x"}} for name in inner]
+    for document in altered:
+        (tmp_path / "evaluation.json").write_text(json.dumps(document))
+        assert read_evaluation(tmp_path, described) is None, document
+    (tmp_path / "evaluation.json").write_bytes(b"{")
+    assert read_evaluation(tmp_path, described) is None

@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 import hqconv
-from hqconv.cli.progress_bar import ShownProgress, human_seconds
+from hqconv.cli.progress_bar import ShownProgress, human_bytes, human_seconds
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
 from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
-from hqconv.reports.parts import human_bytes
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
@@ -374,7 +373,7 @@ def test_another_source_is_said_first_and_in_short(model: Path, made: Path, tmp_
         assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (
             checks.count(",") + 1
         )
-        assert "more that follow from it; --json lists all" in shown.stdout
+        assert "more; --json lists all" in shown.stdout
         first = json.loads(call(*command, "--json").stdout)["checks"]["weights"]["findings"]
         assert first[0]["what"].startswith(what)
         assert len(first) > 3

@@ -93,16 +93,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **WORK,
         **SHARED,
     },
-    "report": {
-        "OUT": REQUIRED,
-        "--source": None,
-        "--revision": None,
-        "--out -o": None,
-        "--evaluation": None,
-        **FETCHED,
-        **WORK,
-        **SHARED,
-    },
+    "report": {"OUT": REQUIRED, "--out -o": None, **SHARED},
     "warm": {
         "OUT": REQUIRED,
         "--gpu": None,
@@ -133,7 +124,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--tokens": 16384,
         "--context": 512,
         "--compute-dtype": "float32",
-        "--write-card": False,
         "--device": "auto",
         "--max-memory": "4GiB",
         "--threads": None,
@@ -152,7 +142,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **SHARED,
     },
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
-    "schemas": {"--recipes": False, "--for": None, "--input-schema": None, **SHARED},
+    "schemas": {"--recipes": False, "--for": None, **SHARED},
 }
 
 

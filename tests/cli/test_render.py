@@ -63,12 +63,8 @@ def test_scales_that_are_no_numbers_are_shown_as_findings(schema: str, tmp_path:
     assert done.exit_code == 1, done.output
     assert re.search(r"down \(w2\)\s.*\s–\s.*\n.*(gate|up) \(w", done.stdout), done.stdout
     assert strictly(call(*words, "--json").stdout)["passed"] is False
-    rows = re.findall(
-        r"<tr>.*?</tr>",
-        page.read_text().partition("Decoded weights against the source")[2],
-        re.DOTALL,
-    )
-    assert "down (w2)" in rows[1]
+    _, _, table = page.read_text().partition("Decoded weights against the source")
+    assert "down (w2)" in table.splitlines()[2]  # after the headers
 
 
 def test_control_characters_of_documents_are_written_out() -> None:

@@ -13,9 +13,9 @@ import torch
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
+from hqconv.cli import render
 from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.fused_moe import Gemm, layer_config
-from hqconv.reports import parts
 from hqconv.schemas.activation import Activation
 from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from hqconv.verification import kernel as module
@@ -190,7 +190,8 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
     )
     assert activations(plan) == each
     for run_words, stated in zip(plan["blocks"], each, strict=True):
-        shown = str(parts.layers_table([run_words]))
+        *_, table = render._layers([run_words])
+        shown = str([list(column.cells) for column in table.columns])
         assert ("known by name only" in shown) == ("activation_is_known" in stated)
         assert all(f"{number:g}" in shown for number in _numbers(stated))
     unknown = {words["activation"] for words in expected if "activation_is_known" in words}

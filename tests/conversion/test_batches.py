@@ -141,17 +141,3 @@ def test_ranges_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     assert sorted(ranges, key=lambda one: one[1]) == sorted(layout.ranges, key=lambda one: one[1])
     places = [(ref.file, ref.offset_bytes) for ref, _ in ranges]
     assert places == sorted(places)
-
-
-@pytest.mark.parametrize("num_bytes", [1001, 4099])
-def test_sums_of_copied_tensors_do_not_depend_on_the_pieces(
-    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces that begin and end within a word."""
-    src = write_qwen3_moe(tmp_path / "src", num_layers=2)
-    conversions.run(src, tmp_path / "whole", "mxfp4")
-    monkeypatch.setattr("hqconv.conversion.executor._CHUNK_BYTES", num_bytes)
-    conversions.run(src, tmp_path / "pieces", "mxfp4", threads=4)
-    sums = [conversions.manifest(tmp_path / name)["content_sums"] for name in ("whole", "pieces")]
-    assert sums[0] == sums[1]
-    assert sums[0].keys() == set(conversions.manifest(tmp_path / "whole")["tensors"]["copied"])

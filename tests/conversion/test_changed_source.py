@@ -115,13 +115,13 @@ def test_every_file_is_looked_at_again_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = file_of(src, name)
-    out, real = tmp_path / "out", conversion.build_manifest
+    out, real = tmp_path / "out", conversion.completed_manifest
 
     def build(*words: Any) -> Any:
         change(path)
         return real(*words)
 
-    monkeypatch.setattr(conversion, "build_manifest", build)
+    monkeypatch.setattr(conversion, "completed_manifest", build)
     with pytest.raises(InputError, match="changed since it was opened") as caught:
         run(src, out, "mxfp4")
     assert_noticed(caught, path, out)

@@ -109,13 +109,12 @@ def test_each_gemm_is_that_of_its_schema_alone(
             for key, tensor in of_gemm.items():
                 assert_same(found[key], tensor, key)
         for layer, entry in manifest(tmp_path / gemm)["blocks"].items():
-            for key in ("quantization_error", "content_sums"):
-                of_roles = {
-                    role: one
-                    for role, one in entry[key].items()
-                    if (role == "w2") == (gemm == "w2")
-                }
-                assert of_roles.items() <= words["blocks"][layer][key].items()
+            errors = {
+                role: error
+                for role, error in entry["quantization_error"].items()
+                if (role == "w2") == (gemm == "w2")
+            }
+            assert errors.items() <= words["blocks"][layer]["quantization_error"].items()
             assert entry[gemm] == words["blocks"][layer][gemm]
     assert_verified(tmp_path / "both", model)
 
@@ -337,7 +336,3 @@ def test_exponents_are_fused_in_one_gemm(model: Path, tmp_path: Path) -> None:
     for layer in words["blocks"].values():
         assert not layer["w13"]["flags"]["use_fused_e8m0_scale"]
         assert layer["w2"]["flags"]["use_fused_e8m0_scale"]
-    sums = words["blocks"][LAYER]["content_sums"]
-    sums["w1"]["weight"] = "0" * 16
-    write_manifest(tmp_path / "out", words)
-    assert not check(tmp_path / "out", None, "weights").passed

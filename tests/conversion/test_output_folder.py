@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.artifact.manifest import sealed
+from hqconv.artifact.manifest import Difference, sealed
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
 from hqconv.conversion.output_folder import OutputFolder, UnitWriter, side_folder, unfinished_folder
@@ -72,6 +72,7 @@ def manifest_of(folder: OutputFolder) -> bytes:
     document = {
         **texts,
         "format_version": FORMAT_VERSION,
+        "request": {},
         "source": {
             "name": "model",
             **dict.fromkeys(("revision", "quantization_config", "index_sha256")),
@@ -287,7 +288,7 @@ def test_a_replacement_of_another_request(tmp_path: Path, is_begun: bool) -> Non
         assert caught.value.found == "an unfinished conversion"
     differs = "differs from this" + (" one in: schema" if is_begun else " request")
     with (
-        OutputFolder(out, IDENTITY, PATHS, lambda _: ("--tp", "1", "2")) as folder,
+        OutputFolder(out, IDENTITY, PATHS, lambda _: Difference("request: tp", "2", "1")) as folder,
         pytest.raises(OutputError, match=differs),
     ):
         folder.start(1000, resume=True)

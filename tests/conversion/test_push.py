@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,11 +14,13 @@ from huggingface_hub import snapshot_download
 from typer.testing import CliRunner
 
 from hqconv.api import push
+from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.model_card import write_evaluation
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server
-from tests.make.conversions import assert_verified, run
+from tests.make.conversions import assert_verified, evaluation_of, run
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import write_qwen3_moe
 
@@ -115,6 +116,16 @@ def test_stopped_anywhere_and_pushed_again(made: Path, out: Path, hub: UploadHub
     assert len(hub.messages) == 2
 
 
+def test_an_evaluation_of_the_artifact_is_pushed(out: Path, hub: UploadHub) -> None:
+    """After a first push too; one of another manifest stays here."""
+    push(out, REPO)
+    write_evaluation(out, evaluation_of(read_manifest(out).sha256))
+    assert push(out, REPO).num_files
+    assert there(hub) == files_of(out)
+    write_evaluation(out, evaluation_of("0" * 64))
+    assert push(out, REPO).num_files == 0
+
+
 def test_files_of_others(made: Path, out: Path, hub: UploadHub) -> None:
     """They stay; those with a name that the artifact needs, and a list of files to ignore, are refused."""
     push(made / "old", REPO)
@@ -139,9 +150,7 @@ def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:
     assert there(hub)["README.md"] == b"edited on the Hub"
     (out / "README.md").write_text("edited here")
     push(out, REPO)
-    sums = there(hub)["SHA256SUMS"]
-    assert there(hub) == files_of(out) | {"SHA256SUMS": sums}
-    assert f"{hashlib.sha256(b'edited here').hexdigest()}  README.md\n".encode() in sums
+    assert there(hub) == files_of(out)
 
 
 @pytest.mark.sampled(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion import update
 from hqconv.conversion.output_folder import side_folder
 from hqconv.errors import OutputError, RequestError
 from tests.make import hub_server
@@ -44,42 +42,31 @@ def flip(path: Path, at: int = -1) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("is_update", [False, True])
-def test_the_same_request_and_source_change_nothing(
-    src: Path, tmp_path: Path, is_update: bool
-) -> None:
-    """Also if the artifact was not made with `--update`."""
+def fresh(src: Path, out: Path, schema: str = "mxfp4") -> dict[str, str]:
+    """The files of a new artifact."""
+    run(src, out, schema, source_digests=True)
+    return snapshot(out)
+
+
+def test_the_same_request_and_source_change_nothing(src: Path, tmp_path: Path) -> None:
+    """An artifact that was made without digests is made once more: its source may have changed."""
     out = tmp_path / "out"
-    run(src, out, "mxfp4", update=is_update)
+    run(src, out, "mxfp4")
+    assert "--source-digests" in renew(src, out).replaced_because
     before = times(out)
     report = renew(src, out)
     assert (report.was_finished, report.replaced_because) == (True, "")
     assert times(out) == before
     assert report.errors
-    assert [path.name for path in tmp_path.iterdir()] == ["src", "out"] or not side_folder(
-        out
-    ).exists()
+    assert not side_folder(out).exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "is_hashed"),
-    [
-        *(("weights", True), ("weights", False), ("tokenizer_config.json", True)),
-        *(("config.json", False), ("README.md", True), ("new", False)),
-    ],
-)
-def test_a_changed_source_replaces_the_artifact(
-    src: Path, tmp_path: Path, name: str, is_hashed: bool
-) -> None:
+@pytest.mark.parametrize("name", ["weights", "tokenizer_config.json", "config.json", "new"])
+def test_a_changed_source_replaces_the_artifact(src: Path, tmp_path: Path, name: str) -> None:
     """A changed bit is enough, also where size and modification time stay."""
     (src / "tokenizer_config.json").write_text('{"a": "b"}')
-    (src / "README.md").write_text("a model of ours")
     out = tmp_path / "out"
-    renew(src, out, source_digests=is_hashed)
-    if is_hashed:  # the digests decide
-        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)
-        assert renew(src, out, source_digests=True).was_finished
-        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)
+    renew(src, out)
     if name == "new":
         (src / "added_tokens.json").write_text("{}")
     elif name == "config.json":
@@ -87,23 +74,11 @@ def test_a_changed_source_replaces_the_artifact(
         (src / name).write_text(json.dumps({**document, "note": "x"}))
     else:
         flip(sorted(src.glob("*.safetensors"))[0] if name == "weights" else src / name, -2)
-    report = renew(src, out, source_digests=is_hashed)
+    report = renew(src, out)
     assert not report.was_finished
     assert report.replaced_because
-    run(src, tmp_path / "fresh", "mxfp4", source_digests=is_hashed)
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
-    assert renew(src, out, source_digests=is_hashed).was_finished
-
-
-def test_without_times_and_digests_the_artifact_is_made_anew(src: Path, tmp_path: Path) -> None:
-    """A copy of the artifact has no record; the bytes are the same."""
-    renew(src, tmp_path / "out")
-    shutil.copytree(tmp_path / "out", tmp_path / "copy")
-    os.removexattr(tmp_path / "copy/hqconv.json", update._ATTRIBUTE)  # copytree copies attributes
-    report = renew(src, tmp_path / "copy")
-    assert "other times" in report.replaced_because
-    assert snapshot(tmp_path / "copy") == snapshot(tmp_path / "out")
-    assert renew(src, tmp_path / "copy").was_finished
+    assert snapshot(out) == fresh(src, tmp_path / "fresh")
+    assert renew(src, out).was_finished
 
 
 def test_another_request_replaces_the_artifact(src: Path, tmp_path: Path) -> None:
@@ -111,8 +86,7 @@ def test_another_request_replaces_the_artifact(src: Path, tmp_path: Path) -> Non
     renew(src, out)
     report = renew(src, out, "int8")
     assert "schema" in report.replaced_because
-    run(src, tmp_path / "fresh", "int8")
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert snapshot(out) == fresh(src, tmp_path / "fresh", "int8")
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
@@ -131,7 +105,6 @@ def test_a_damaged_artifact_is_made_anew(src: Path, tmp_path: Path, is_missing: 
 def test_a_source_that_is_an_artifact(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "first", "int4-g32")
     renew(tmp_path / "first", tmp_path / "out", "source")
-    os.removexattr(tmp_path / "out/hqconv.json", update._ATTRIBUTE)
     assert renew(tmp_path / "first", tmp_path / "out", "source").was_finished
     run(src, tmp_path / "first", "int8", overwrite=True)
     assert renew(tmp_path / "first", tmp_path / "out", "source").replaced_because
@@ -157,9 +130,8 @@ def test_an_unfinished_conversion(
         flip(sorted(src.glob("*.safetensors"))[-1])
         os.utime(sorted(src.glob("*.safetensors"))[-1])
     report = renew(src, out)
-    assert (report.num_groups_resumed > 0) == (not is_changed)
-    run(src, tmp_path / "fresh", "mxfp4")
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert report.num_groups_resumed > 0 or is_changed
+    assert snapshot(out) == fresh(src, tmp_path / "fresh")
     assert not side_folder(out).exists()
 
 
@@ -196,7 +168,6 @@ def test_a_commit_is_converted_once(
     with hub_server.serve(src) as server:
         hub_server.use(monkeypatch, server.url, tmp_path / "cache")
         renew("org/name", out)
-        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)  # the commit is enough
         before = times(out)
         server.whole.clear()
         report = renew("org/name", out)
@@ -236,7 +207,7 @@ def test_the_command(src: Path, tmp_path: Path) -> None:
     assert json.loads(call("--json", "-q").stdout)["was_finished"] is True
     flip(sorted(src.glob("*.safetensors"))[0])
     document = json.loads(call("--json", "-q").stdout)
-    assert (document["was_finished"], "other times" in document["replaced_because"]) == (
+    assert (document["was_finished"], "other bytes" in document["replaced_because"]) == (
         False,
         True,
     )

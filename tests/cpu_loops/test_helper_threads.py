@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
-import torch
 
 from hqconv.cpu_loops.helper_threads import Helpers, in_parts
-from hqconv.quantization import content_sums
-from hqconv.quantization.content_sums import compiled_row_sums
-from hqconv.schemas.sum_factors import factors
-from tests.make.tensors import same_bits
 
 
 def with_helpers(task: object, count: int = 4) -> None:
@@ -62,25 +56,3 @@ def test_the_first_error_is_raised_when_all_are_done() -> None:
     with pytest.raises(ValueError, match="of a part"):
         with_helpers(lambda: in_parts(task, 80))
     assert len(done) == 7
-
-
-@pytest.mark.parametrize("are_split", [False, True])
-def test_helpers_take_parts_of_large_arrays_only(
-    monkeypatch: pytest.MonkeyPatch, are_split: bool
-) -> None:
-    """A part that takes less than its way to a helper stays with its thread; parts change no bit."""
-    scales = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (5, 128, 12), np.uint8))
-    sums = (scales.long() * torch.from_numpy(factors("column", 12).astype("int64"))).sum(2)
-    if are_split:
-        monkeypatch.setattr(content_sums, "_LEAST_WORDS", 1)
-    num_parts: list[int] = []
-    run = Helpers.run
-    monkeypatch.setattr(
-        Helpers,
-        "run",
-        lambda self, task, parts: (num_parts.append(len(parts)), run(self, task, parts)),
-    )
-    found: list[torch.Tensor] = []
-    with_helpers(lambda: found.append(compiled_row_sums(scales)))
-    assert same_bits(found[0], sums)
-    assert num_parts == ([8] if are_split else [])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hqconv
+from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.model_card import read_evaluation
 from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import quantizer_of
 from hqconv.cli.app import app
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.evaluation import evaluate as evaluation
 from tests.make.conversions import manifest
 from tests.make.decodable import QUANTIZED, write_quantized
 from tests.make.families import FAMILIES as ALL_FAMILIES
 from tests.make.families import MLA, moe_layers, save_family
 from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
 from tests.make.tokenizer import write_tokenizer
 
 IDS = (torch.arange(75) * 7 % 61 + 3).tolist()
@@ -190,28 +191,16 @@ def test_a_lossless_artifact_diverges_by_nothing(tmp_path: Path) -> None:
     assert found["mean_nll"]["source"] == found["mean_nll"]["artifact"]
 
 
-def change_experts(
-    src: Path, change: Callable[[str, dict[str, torch.Tensor]], torch.Tensor]
-) -> None:
-    """Replace each tensor of routed experts by `change(name, tensors of its file)`."""
-    for path in src.glob("*.safetensors"):
-        tensors = load_file(path)
-        changed = {
-            name: change(name, tensors).contiguous() for name in tensors if ".experts." in name
-        }
-        save_file({**tensors, **changed}, path, {"format": "pt"})
-
-
-@pytest.mark.parametrize("kind", ["zero expert", "zero gate", "equal gate and up"])
-def test_values_do_not_decide_where_experts_are(kind: str, tmp_path: Path) -> None:
+def test_values_do_not_decide_where_experts_are(tmp_path: Path) -> None:
+    """An expert of zeros, and gates that equal the ups."""
     src = write_source(tmp_path / "src", "mixtral")
     last = json.loads((src / "config.json").read_bytes())["num_local_experts"] - 1
-    changes: dict[str, Callable[[str, dict[str, torch.Tensor]], torch.Tensor]] = {
-        "zero expert": lambda name, all_: all_[name] * (f".experts.{last}." not in name),
-        "zero gate": lambda name, all_: all_[name] * (".w1." not in name),
-        "equal gate and up": lambda name, all_: all_[name.replace("w3", "w1")].clone(),
-    }
-    change_experts(src, changes[kind])
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in (name for name in tensors if ".experts." in name):
+            is_zero = f".experts.{last}." in name
+            tensors[name] = tensors[name.replace("w3", "w1")].clone() * (not is_zero)
+        save_file(tensors, path, {"format": "pt"})
     hqconv.convert(src, tmp_path / "out", schema="int2-g32", target="sm90", device="cpu")
     found = hqconv.evaluate(
         tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU
@@ -253,62 +242,45 @@ def test_memory_is_that_of_one_layer(
     src, out, text = qwen
     loaded: list[str] = []
     models: list[StreamedModel] = []
-    held: dict[str, int] = {}
-
-    def memory(model: StreamedModel) -> int:
-        found = {
-            v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
-            for v in model.model.parameters()
-        }
-        return sum(found.values())
-
     load = StreamedModel.load
 
-    def watched(self: StreamedModel, stage: str, *others: Any) -> None:
+    def num_bytes(model: StreamedModel) -> int:
+        storages = {v.untyped_storage() for v in model.model.parameters()}
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def watched(self: StreamedModel, stage: str, *experts: Any) -> None:
         models.append(self)
-        before = memory(self)
-        load(self, stage, *others)
+        assert num_bytes(self) < 4096, stage  # the norms of the model's own level, placeholders
+        load(self, stage, *experts)
         loaded.append(stage)
-        held[stage] = memory(self)
-        assert before < 4096, (
-            stage,
-            before,
-        )  # the norms of the model's own level, and placeholders
+        assert num_bytes(self) <= self.stage_bytes(stage) + 4096
 
     monkeypatch.setattr(StreamedModel, "load", watched)
     hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
-    layers = [
-        f"model.layers.{number}" for number in (0, 0, 1)
-    ]  # the source's experts, the artifact's; a dense layer
+    layers = [f"model.layers.{number}" for number in (0, 0, 1)]  # source, artifact; a dense layer
     assert loaded == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
-    assert memory(models[0]) < 4096
-    largest = max(models[0].stage_bytes(stage) for stage in loaded)
-    assert max(held.values()) <= largest + 4096
+    assert num_bytes(models[0]) < 4096
 
 
-@pytest.mark.parametrize("context", [5, 74, 1000])
-def test_any_context(qwen: tuple[Path, Path, Path], context: int) -> None:
+def test_any_context(qwen: tuple[Path, Path, Path]) -> None:
     """A rest of one token predicts nothing."""
     src, out, text = qwen
-    found = hqconv.evaluate(out, src, text, context_length=context, **CPU)
-    artifact = whole(src)
+    source, artifact = whole(src), whole(src)
     put_artifact(artifact, out, STACKED)
-    assert_figures(found, expected_figures(whole(src), artifact, context=context))
+    for context in (5, 74, 1000):
+        found = hqconv.evaluate(out, src, text, context_length=context, **CPU)
+        assert_figures(found, expected_figures(source, artifact, context=context))
 
 
 def test_fewer_tokens_and_bfloat16(qwen: tuple[Path, Path, Path]) -> None:
     src, out, text = qwen
-    found = hqconv.evaluate(
-        out, src, text, context_length=20, num_tokens=40, compute_dtype="bfloat16", **CPU
-    )
+    options: dict[str, Any] = {"context_length": 20, "num_tokens": 40, **CPU}
+    found = hqconv.evaluate(out, src, text, compute_dtype="bfloat16", **options)
     model = whole(src, torch.bfloat16)
-    artifact = whole(src, torch.bfloat16)
-    put_artifact(artifact, out, STACKED)
-    expected = expected_figures(model, artifact, ids=IDS[:40], context=20)
+    expected = expected_figures(model, model, ids=IDS[:40], context=20)
     assert found["num_predictions"] == expected["num_predictions"] == 38
-    assert found["perplexity"]["source"] == pytest.approx(
-        expected["perplexity"]["source"], rel=1e-2
-    )
+    perplexity = expected["perplexity"]["source"]
+    assert found["perplexity"]["source"] == pytest.approx(perplexity, rel=1e-2)
     assert found["compute_dtype"] == "bfloat16"
 
 
@@ -404,22 +376,16 @@ def test_a_quantized_source_is_decoded_by_transformers(method: str, tmp_path: Pa
     assert_figures(found, expected_figures(whole(tmp_path / "plain"), artifact))
 
 
-def test_a_quantized_source_that_transformers_cannot_decode(
-    qwen: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_a_quantized_source_that_transformers_cannot_decode() -> None:
+    class Source:
+        quantization, place = {"quant_method": "gptq", "bits": 4}, Path("src")
+
     with pytest.raises(RequestError, match="cannot decode") as caught:
-        _quantizer_of({"quant_method": "gptq", "bits": 4})
+        quantizer_of(Source(), object())  # type: ignore[arg-type]
     assert "quant_method gptq" in caught.value.where
 
 
-def _quantizer_of(config: dict[str, Any]) -> Any:
-    class Source:
-        quantization, place = config, Path("src")
-
-    return quantizer_of(Source(), object())  # type: ignore[arg-type]
-
-
-# --- the command, the card and the report
+# --- the command, and the file beside the artifact
 
 
 def call(*arguments: object) -> Any:
@@ -436,100 +402,62 @@ def own(qwen: tuple[Path, Path, Path], tmp_path: Path) -> tuple[Path, Path, Path
 
 def test_the_command(qwen: tuple[Path, Path, Path]) -> None:
     src, out, text = qwen
-    arguments = (
-        "evaluate",
-        out,
-        "--source",
-        src,
-        "--text",
-        text,
-        "--context",
-        CONTEXT,
-        "--device",
-        "cpu",
-    )
-    done = call(*arguments)
+    arguments = ("evaluate", out, "--source", src, "--text", text, "--context", CONTEXT)
+    done = call(*arguments, "--device", "cpu")
     assert done.exit_code == 0, done.output
-    assert "through source and artifact on cpu" in done.stderr
-    assert "KL divergence" in done.stdout
-    document = json.loads(call(*arguments, "--json").stdout)
-    assert document["kind"] == "evaluation"
+    document = json.loads(call(*arguments, "--device", "cpu", "--json").stdout)
     expected = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
     assert {key: document[key] for key in expected} == expected
     assert f"{expected['kl']['mean']:.3g}" in done.stdout
     assert f"{expected['perplexity']['artifact']:.4f}" in done.stdout
 
 
-def test_the_card_and_the_report_have_the_figures(
-    own: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_the_figures_lie_beside_the_artifact(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
     src, out, text = own
-    before = (out / "README.md").read_bytes()
-    call("report", out, "-o", tmp_path / "before.html")
-    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, write_card=True, **CPU)
-    card = (out / "README.md").read_text()
-    mean = f"{found['kl']['mean']:.3g}"
-    assert f"mean {mean} nats" in card
-    assert f"{found['perplexity']['artifact']:.4f}" in card
-    assert (
-        card.index("What quantizing cost")
-        < card.index("model's predictions")
-        < card.index("## Verify it")
-    )
-    # the rest of the artifact is as it was, and its checks know the section
+    before = snapshot(out)
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    assert found["warnings"] == []
+    assert json.loads((out / "evaluation.json").read_bytes()) == found
     report = hqconv.verify(out, src, checks=["files", "weights"], device="cpu")
     assert report.passed
-    assert "README.md has got an evaluation since the conversion" in report.results[0].notes
-    assert not any("SHA256SUMS" in note for note in report.results[0].notes)
-    sums = dict(
-        reversed(line.split("  ")) for line in (out / "SHA256SUMS").read_text().splitlines()
-    )
-    assert all(
-        hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
-        for name, digest in sums.items()
-    )
-    # the report takes it from the card
-    page = json.loads(call("report", out, "-o", tmp_path / "page.html", "--json").stdout)
-    assert page["evaluation"]["kl"] == found["kl"]
-    text_of_page = (tmp_path / "page.html").read_text()
-    assert f"{mean} ± " in text_of_page
-    assert "KL divergence" not in (tmp_path / "before.html").read_text()
-    # a second evaluation takes the first one's place
-    hqconv.evaluate(out, src, text, context_length=5, write_card=True, **CPU)
-    again = (out / "README.md").read_text()
-    assert again.count("model's predictions") == 1
-    assert "contexts of 5 tokens" in again
-    # the artifact can be replaced, and the card is the conversion's again
-    hqconv.convert(src, out, schema="int2-g32", target="sm90", device="cpu", tp=2, overwrite=True)
-    assert (out / "README.md").read_bytes() == before
+    # a second evaluation takes the first one's place; no file of the artifact has changed
+    again = hqconv.evaluate(out, src, text, context_length=5, **CPU)
+    assert read_evaluation(out, read_manifest(out)) == again != found
+    (out / "evaluation.json").unlink()
+    assert snapshot(out) == before
 
 
-def test_a_report_of_a_document(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    src, out, text = own
-    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
-    record = tmp_path / "evaluation.json"
-    record.write_text(json.dumps(found))
-    page = json.loads(
-        call("report", out, "-o", tmp_path / "a.html", "--evaluation", record, "--json").stdout
-    )
-    assert page["evaluation"]["kl"] == found["kl"]
-    for wrong in (found | {"manifest_sha256": "0" * 64}, found | {"kl": {}}, {"kind": "plan"}):
-        record.write_text(json.dumps(wrong))
-        done = call("report", out, "-o", tmp_path / "b.html", "--evaluation", record)
-        assert (done.exit_code, "The evaluation cannot be used" in done.stderr) == (2, True)
-    assert not (tmp_path / "b.html").exists()
-
-
-def test_a_card_of_another_artifact_is_not_shown(
+def test_the_report_shows_the_evaluation_of_the_manifest(
     own: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     src, out, text = own
-    hqconv.evaluate(out, src, text, context_length=CONTEXT, write_card=True, **CPU)
-    card = out / "README.md"
-    digest = hqconv.inspect(out)["manifest_sha256"]
-    card.write_bytes(card.read_bytes().replace(digest.encode(), b"0" * 64))
-    page = json.loads(call("report", out, "-o", tmp_path / "a.html", "--json").stdout)
-    assert page["evaluation"] is None
+    page = tmp_path / "page.html"
+    assert json.loads(call("report", out, "-o", page, "--json").stdout)["evaluation"] is None
+    assert "KL divergence" not in page.read_text()
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    shown = json.loads(call("report", out, "-o", page, "--json").stdout)["evaluation"]
+    assert shown["kl"] == found["kl"]
+    assert f"{found['kl']['mean']:.3g} ± " in page.read_text()
+    # the artifact is replaced by another one; the file stays, and does not count
+    options: dict[str, Any] = {"schema": "int4-g32", "target": "sm90", "device": "cpu"}
+    hqconv.convert(src, out, overwrite=True, **options)
+    assert (out / "evaluation.json").is_file()
+    assert json.loads(call("report", out, "-o", page, "--json").stdout)["evaluation"] is None
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    own: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out, text = own
+
+    def refuse(*_: object) -> None:
+        raise OutputError("The file cannot be written.", found="Read-only file system")
+
+    monkeypatch.setattr(evaluation, "write_evaluation", refuse)
+    done = call("evaluate", out, "--source", src, "--text", text, "--device", "cpu")
+    assert done.exit_code == 0
+    expected = "evaluation.json cannot be written beside the artifact: Read-only file system."
+    assert f"warning: {expected}" in done.stdout
 
 
 # --- refusals
@@ -570,11 +498,10 @@ def test_a_source_without_a_weight_is_refused(tmp_path: Path) -> None:
     src = write_source(tmp_path / "src", "mixtral")
     lost, listing = "model.layers.1.self_attn.q_proj.weight", src / "model.safetensors.index.json"
     index = json.loads(listing.read_bytes())
-    for path in src.glob("*.safetensors"):
-        tensors = load_file(path)
-        if tensors.pop(lost, None) is not None:
-            save_file(tensors, path, {"format": "pt"})
-    del index["weight_map"][lost]
+    path = src / index["weight_map"].pop(lost)
+    tensors = load_file(path)
+    del tensors[lost]
+    save_file(tensors, path, {"format": "pt"})
     listing.write_text(json.dumps(index))
     hqconv.convert(src, tmp_path / "out", schema="int4-g32", target="sm90", device="cpu")
     with pytest.raises(InputError, match="cannot be filled") as caught:
@@ -589,19 +516,19 @@ def test_threads_of_passes_end(
     src, out, text = qwen
     before, passes = torch.get_num_threads(), list[str]()
 
+    def running() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name.startswith("hqconv-pass")]
+
     def read(*_: object) -> None:
-        passes.extend(
-            thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass")
-        )
+        passes.extend(running())
         raise ZeroDivisionError
 
     monkeypatch.setattr(evaluation, "stored_tensors", read)
     with pytest.raises(ZeroDivisionError):
         hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
     assert passes
-    assert not [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass")
-    ]
+    assert not running()
     assert torch.get_num_threads() == before
 
 

@@ -2,19 +2,16 @@
 
     python -m tests.make.checkups
 
-prints how many faults `hqconv check --against` names rightly, and the damage it finds in sound checkpoints, by kind.
-With the folder of a trained model: how its experts' gate and up, arranged in four ways, are told by their norms.
+prints how many faults `hqconv check --against` names rightly, and the damage it finds in sound checkpoints.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from hqconv.checkup.check import CheckOptions, run_check
-from hqconv.checkup.matrices import arrangement, decoded
+from hqconv.checkup.matrices import decoded
 from hqconv.sources.opening import open_source
 from tests.make.formats import FORMATS, Written, write
 
@@ -52,22 +49,14 @@ def originals(written: Written, seed: int = 0) -> dict[str, Experts]:
                     )
                     size = matrix.cells
                     if size is None:  # floats, or codes that are no steps
-                        size = (
-                            0.1
-                            * (1 if FORMATS_OF_CODES(layer.format.encoding) else 0)
-                            * matrix.values.abs()
-                        )
+                        is_rounded = layer.format.encoding != "float"
+                        size = 0.1 * is_rounded * matrix.values.abs()
                     noise = torch.rand(size.shape, generator=generator) - 0.5
                     weights.append(matrix.values + 0.98 * noise * size)
                     cells.append(size)
                 experts[role], experts["c" + role[1]] = torch.stack(weights), torch.stack(cells)
             found[layer.name] = experts
     return found
-
-
-def FORMATS_OF_CODES(encoding: str) -> bool:  # noqa: N802
-    """Whether an encoding without codes and scales rounds its values."""
-    return encoding != "float"
 
 
 def write_original(folder: Path, written: Written, layers: dict[str, Experts]) -> Path:
@@ -254,35 +243,7 @@ def is_named(fault: str, document: Json) -> bool:
     )
 
 
-def arrangements(model: Path) -> Counter[tuple[str, str]]:
-    """How often each arrangement of gate and up of a model's experts is taken for which; "none" for no answer."""
-    found = Counter[tuple[str, str]]()
-    with open_source(model) as source:
-        for layer in source.map_experts().layers:
-            for expert in range(layer.num_experts):
-                read = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
-                matrices = {role: decoded(matrix, 16) for role, matrix in read.items()}
-                gate, up = (matrices[role].values for role in ("w1", "w3"))
-                stack, whole = torch.stack([gate, up], 1).flatten(0, 1), torch.cat([gate, up])
-                forms = {"right": (gate, up), "swapped": (up, gate), "halves": stack.chunk(2)}
-                for form, (one, other) in {
-                    **forms,
-                    "alternating": (whole[0::2], whole[1::2]),
-                }.items():
-                    changed = {
-                        "w1": replace(matrices["w1"], values=one),
-                        "w3": replace(matrices["w3"], values=other),
-                    }
-                    answer = arrangement({**matrices, **changed})
-                    found[form, "none" if answer is None else answer[0] or "right"] += 1
-    return found
-
-
 def main() -> None:
-    for model in sys.argv[1:]:
-        print(model, dict(arrangements(Path(model))))
-    if sys.argv[1:]:
-        return
     right, all_, alarms, sound = Counter[str](), Counter[str](), list[str](), 0
     for name in filter(is_there, FORMATS):
         with tempfile.TemporaryDirectory() as folder:

@@ -142,3 +142,27 @@ def kernel_spec_of(
     """What decides a kernel layout, in short words."""
     weights = resolve_schema(schema) if isinstance(schema, str) else schema
     return KernelSpec(weights, param_dtype, GpuTarget(sm_version, cuda), resolve_inputs(inputs))
+
+
+def evaluation_of(manifest_sha256: str) -> dict[str, Any]:
+    """A document of `hqconv evaluate`, for the artifact with this manifest."""
+    both = {"source": 2.0, "artifact": 7.4}
+    kl = dict.fromkeys(("mean", "standard_error", "median", "p90", "p99", "max"), 0.125)
+    return {
+        "kind": "evaluation",
+        "manifest_sha256": manifest_sha256,
+        "artifact": "out",
+        "schema": "int8",
+        "source": {"name": "src", "revision": None},
+        "text": {"name": "text", "sha256": "0" * 64},
+        "num_tokens": 9,
+        "num_predictions": 8,
+        "context_length": 9,
+        "compute_dtype": "float32",
+        "transformers_version": "5",
+        "kl": kl,
+        "perplexity": both,
+        "mean_nll": both,
+        "top1_agreement": 0.5,
+        "warnings": [],
+    }

@@ -218,5 +218,15 @@ def swapped_experts_are_found(copy: Damaged, gemms: tuple[str, ...]) -> None:
         copy.swap_experts(path, gemms)
     weights = raw_and_resealed(copy, paths)
     for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
-        found(weights, f"layer {LAYER}, {role} of expert 2", "experts are swapped", "expert 3's")
-        found(weights, f"layer {LAYER}, {role} of expert 3", "experts are swapped", "expert 2's")
+        found(
+            weights,
+            f"layer {LAYER}, {role} of expert 2",
+            "experts are swapped",
+            f"{role} of expert 3",
+        )
+        found(
+            weights,
+            f"layer {LAYER}, {role} of expert 3",
+            "experts are swapped",
+            f"{role} of expert 2",
+        )

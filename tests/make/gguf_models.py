@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from hqconv.errors import HqconvError
+from hqconv.sources.opening import open_source
 
 RECORDED = Path(__file__).parents[1] / "data" / "gguf"
 QUANTIZED = RECORDED.parent / "ggml"  # by scripts/record_gguf.py
@@ -221,13 +226,25 @@ def write_quantized(path: Path) -> Path:
     return path
 
 
-def write_recorded(case: str, folder: Path) -> Path:
-    """A folder with a case's GGUF file, as llama.cpp's converter wrote it."""
+def recorded(case: str, folder: Path) -> Path:
+    """The GGUF file of a case in a folder, as llama.cpp's converter wrote it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{case}.gguf").write_bytes(
-        gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes())
-    )
-    return folder
+    path = folder / f"{case}.gguf"
+    path.write_bytes(gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes()))
+    return path
+
+
+def write_recorded(case: str, folder: Path) -> Path:
+    """A folder with a case's GGUF file."""
+    return recorded(case, folder).parent
+
+
+def refused(src: Path, kind: type[HqconvError], where: str) -> HqconvError:
+    """The error of a source that cannot be opened or mapped; `where` is a pattern."""
+    with pytest.raises(kind) as caught, open_source(src) as source:
+        source.map_experts()
+    assert re.search(where, caught.value.where), caught.value.message()
+    return caught.value
 
 
 def build(case: str) -> Any:
@@ -245,9 +262,8 @@ def build(case: str) -> Any:
         ):
             if "rotary" in name or not tensor.is_floating_point():
                 continue
-            center, spread = (
-                (1.0, 0.2) if "norm" in name and name.endswith("weight") else (0.0, 0.1)
-            )
+            is_norm = "norm" in name and name.endswith("weight")
+            center, spread = (1.0, 0.2) if is_norm else (0.0, 0.1)
             shape = tuple(tensor.shape)
             size = (_DIFFERENT_ROWS, shape[-1]) if case in _WIDE and len(shape) > 1 else shape
             numbers = np.resize(generator.normal(center, spread, size).astype(np.float32), shape)

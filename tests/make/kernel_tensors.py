@@ -16,7 +16,7 @@ from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_la
 from hqconv.layout_decoder.layout_form import read_config
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification import content_sums, figures
+from hqconv.verification import figures
 
 
 def random_packed(
@@ -77,7 +77,7 @@ def decoded(
 def array_operations() -> Iterator[None]:
     """Run on the CPU the array operations that decode on a GPU, instead of compiled loops."""
     with ExitStack() as stack:
-        for module in (codes, values, content_sums, figures):
+        for module in (codes, values, figures):
             stack.enter_context(mock.patch.object(module, "has_loops", return_value=False))
         yield
 

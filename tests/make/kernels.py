@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hqconv.kernel_layout.kernel_sources import standing_in, toolkit
-from hqconv.serving.warm.gpus import KNOWN
-from hqconv.serving.warm.kernel_store import VARIABLE
+from hqconv.warm.gpus import KNOWN
+from hqconv.warm.kernel_store import VARIABLE
 
 
 def fake_compiler(version: str = "13.0") -> Any:

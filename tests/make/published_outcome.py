@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hqconv
-from hqconv.checkup.findings import Finding
-from hqconv.checkup.headers import header_findings
+from hqconv.checkup.findings import CheckFinding, header_findings
 from hqconv.errors import HqconvError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.expert_map import ExpertMap
@@ -28,7 +27,7 @@ class Outcome:
     refused: str = ""
     twin: dict[str, bool] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
-    damage: list[Finding] = field(default_factory=list)  # in the headers, by `hqconv check`
+    damage: list[CheckFinding] = field(default_factory=list)  # in the headers, by `hqconv check`
 
     @property
     def experts(self) -> ExpertMap:

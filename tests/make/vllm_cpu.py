@@ -6,19 +6,23 @@ kernel needs, compiled tuning tables and locks, is left out.
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import vllm.platforms as platforms
+from safetensors.torch import load_file
 from vllm.platforms.interface import PlatformEnum
 
 from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.serving.vllm import no_gpu
-from hqconv.serving.vllm.no_gpu import NoDevice
+from hqconv.warm import no_gpu
+from hqconv.warm.no_gpu import NoDevice
 
 is_whole = no_gpu.platform is not None  # the stand-ins of whole models are there already
 Pretended = no_gpu.platform or no_gpu.platform_class(90, "NVIDIA H200", 132)
@@ -41,6 +45,7 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
 
 Pretended._enum = PlatformEnum.CUDA
 experts.create_humming_locks = lambda device: torch.zeros(1, dtype=torch.int32)
@@ -134,6 +139,30 @@ def build_layer(
     )
     up = {} if function.is_gated else {"ckpt_up_proj_name": None}
     return RoutedExperts(name, dtype, moe, quant_config, expert_map_manager=manager, **up, **words)
+
+
+def open_config(out: Path, model: str = "") -> Any:
+    """The quantization config of an artifact as vLLM makes it, sent to another process."""
+    document = json.loads((out / "config.json").read_text())["quantization_config"]
+    found = get_quantization_config("hqconv").from_config(document)
+    found.maybe_update_config(model or str(out))
+    return pickle.loads(pickle.dumps(found))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory, uint8."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def assert_holds_its_file(layer: Any) -> None:
+    """Every parameter has the bytes, the dtype and the name that the layer's rank file has, and there are no others."""
+    method = layer.quant_method
+    stored, found = load_file(method.file.path), dict(layer.named_parameters())
+    assert {f"{method.stored.name}.{name}" for name in found} == set(stored)
+    for name, parameter in found.items():
+        expected = stored[f"{method.stored.name}.{name}"]
+        assert parameter.dtype == expected.dtype, name
+        assert torch.equal(as_bytes(parameter), as_bytes(expected)), name
 
 
 def linear() -> LinearBase:

@@ -28,3 +28,19 @@ DRAFTED = {
 DRAFTED |= {"bailing_hybrid", "nemotron_h", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 # What the plugin refuses, and in which words.
 REFUSED = dict.fromkeys(("llama4", "llama4_text"), "cannot weigh the experts' inputs")
+# Whose checkpoint layout is given to a stock vLLM.
+STOCK = (
+    *(
+        "mixtral",
+        "minimax_m2",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "olmoe",
+        "jamba",
+        "lfm2_moe",
+    ),
+    *("nemotron_h", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("laguna", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"),
+    *("dbrx", "deepseek_v4"),
+)

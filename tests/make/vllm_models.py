@@ -129,7 +129,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
 
 # --- what stands in ----------------------------------------------------------------------------------------
 
-from hqconv.serving.vllm.no_gpu import pretend  # noqa: E402
+from hqconv.warm.no_gpu import pretend  # noqa: E402
 
 pretend()
 

@@ -8,7 +8,6 @@ with one byte before, so that it can be told what was not loaded.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import sys
@@ -27,19 +26,21 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from hqconv.artifact.load import RankGemm, load_layer
 from hqconv.errors import HqconvError
-from hqconv.serving.vllm.no_gpu import building
 from hqconv.serving.vllm.plugin import register
+from hqconv.warm.no_gpu import building
 from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
 from tests.make.families import FAMILIES, save_family
-from tests.make.vllm_cpu import humming_on_cpu
-from tests.make.vllm_lists import LEFT_OUT
+from tests.make.vllm_cpu import as_bytes, humming_on_cpu
+from tests.make.vllm_lists import LEFT_OUT, STOCK
 
 SCHEMA = "int8"  # which fits every family's tiny sizes
 SIZES = {"hidden": 64, "inner": 64}
@@ -122,7 +123,7 @@ def _draft(
 ) -> dict[str, torch.Tensor]:
     """The last layer's tensors under other names, and what joins the draft to the model."""
     first = next(iter(moved.values()))
-    made = {
+    draft = {
         new + name[len(old) :]: tensor.clone()
         for old, new in moved.items()
         for name, tensor in tensors.items()
@@ -133,8 +134,8 @@ def _draft(
     shapes["shared_head.head"] = (64, hidden)
     for name in more:
         full = name if name.startswith("mtp.") else f"{first}{name}"
-        made[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
-    return made
+        draft[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
+    return draft
 
 
 # --- one model ---------------------------------------------------------------------------------------------
@@ -162,11 +163,11 @@ def load_all(folder: Path, is_drafted: bool) -> dict[str, dict[str, Any]]:
     try:
         vllm, draft = vllm_models.configure(folder, is_drafted)
         vllm = pickle.loads(pickle.dumps(vllm))
-        made = {"main": load(vllm, vllm.model_config)}
+        loaded = {"main": load(vllm, vllm.model_config)}
         if draft is not None:
             vllm.compilation_config.static_forward_context.clear()
-            made["draft"] = load(vllm, draft)
-        return made
+            loaded["draft"] = load(vllm, draft)
+        return loaded
     except HqconvError as error:
         return {"main": {"refused": str(error)}}
     except Exception as error:  # noqa: BLE001 - the test's to judge
@@ -195,19 +196,17 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def layers_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """What the layers of experts have become."""
     for _, layer in experts_of(model):
-        method, words = layer.quant_method, {"prefix": layer.layer_name}
-        words["method"] = type(method).__name__
-        if words["method"] == "HqconvMoEMethod":
-            stored = load_file(method.file.path)
-            held = {
-                f"{method.stored.name}.{n}": p
-                for n, p in layer.named_parameters()
-                if n not in ROUTING
-            }
-            words |= {"block": method.stored.name, "activation": layer.activation.value}
-            words |= {"limit": layer.swiglu_limit, "holds_its_file": held.keys() == stored.keys()}
-            words["holds_its_file"] &= all(torch.equal(stored[name], held[name]) for name in stored)
-        yield words
+        method = layer.quant_method
+        facts = {"prefix": layer.layer_name, "method": type(method).__name__}
+        if facts["method"] == "HqconvMoEMethod":
+            name, stored = method.stored.name, load_file(method.file.path)
+            found = {f"{name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
+            facts |= {"block": name, "activation": layer.activation.value}
+            facts["limit"] = layer.swiglu_limit
+            facts["holds_its_file"] = found.keys() == stored.keys() and all(
+                torch.equal(stored[name], found[name]) for name in stored
+            )
+        yield facts
 
 
 def methods_of(model: torch.nn.Module) -> dict[str, str]:
@@ -222,14 +221,13 @@ def methods_of(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def told(made: Mapping[str, Any]) -> dict[str, Any]:
+def described(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What a model has become."""
-    values, config = parameters_of(made["model"]), made["config"]
+    values, config = parameters_of(loaded["model"]), loaded["config"]
     return {
-        "class": type(made["model"]).__name__,
-        "layers": list(layers_of(made["model"])),
+        "layers": list(layers_of(loaded["model"])),
         "unloaded": sorted(name for name, value in values.items() if bool((value == POISON).all())),
-        "methods": methods_of(made["model"]),
+        "methods": methods_of(loaded["model"]),
         "kinds": [kind.__name__ for kind in KINDS if isinstance(config, kind)],
         "method": config.get_name(),
     }
@@ -239,19 +237,61 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
     """What vLLM makes of the source without hqconv, and where the artifact's layers are not the same."""
     if "model" not in theirs:
         return {"source": theirs["error"]}
-    one, other = parameters_of(ours["model"]), parameters_of(theirs["model"])
+    found, wanted = parameters_of(ours["model"]), parameters_of(theirs["model"])
     experts = tuple(f"{name}." for name, _ in experts_of(theirs["model"]))
     named = {
         name for name in theirs["named"] if not name.startswith(experts) or name.endswith(ROUTING)
     }
-    unlike = {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])}
+    unlike = {n for n in found.keys() & wanted.keys() if not torch.equal(found[n], wanted[n])}
+    methods = methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()
     return {
-        "unlike": sorted((one.keys() ^ other.keys()) | unlike),
+        "unlike": sorted((found.keys() ^ wanted.keys()) | unlike),
         "unnamed": sorted(named - ours["named"]),
-        "other_methods": sorted(
-            methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()
-        ),
+        "other_methods": sorted(methods),
     }
+
+
+def is_read_by_stock_vllm(folder: Path, source: Path) -> bool:
+    """Whether vLLM's class, without hqconv, makes of the checkpoint layout what the kernel layout holds."""
+    packed, kernel = folder / "packed", folder / "kernel"
+    run(source, packed, "mxfp4", layout="checkpoint", threads=1)
+    run(source, kernel, "mxfp4", threads=1)
+    vllm, _ = vllm_models.configure(packed, False)
+    with building(vllm), humming_on_cpu():
+        model = initialize_model(vllm_config=vllm, model_config=vllm.model_config)
+        layers = [layer for _, layer in experts_of(model)]
+        blocks = list(manifest(packed)["blocks"])[: len(layers)]  # drafts follow
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            parameter.data.view(torch.uint8).fill_(POISON)
+        stored = {
+            name: tensor
+            for path in sorted(packed.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+            if name.startswith(tuple(f"{block}." for block in blocks)) and "shared" not in name
+        }
+        try:
+            model.load_weights(iter(stored.items()))
+        except (AttributeError, KeyError, ValueError):
+            return False
+        return all(
+            _has_become(layer, load_layer(kernel, block))
+            for layer, block in zip(layers, blocks, strict=True)
+        )
+
+
+def _has_become(layer: Any, expected: Mapping[str, RankGemm]) -> bool:
+    if not isinstance(layer.quant_method, HummingMoEMethod):
+        return False
+    layer.quant_method.process_weights_after_loading(layer)
+    found = {n: as_bytes(p) for n, p in layer.named_parameters() if n not in ROUTING}
+    wanted = {
+        f"{gemm}_{name}": as_bytes(tensor)
+        for gemm, loaded in expected.items()
+        for name, tensor in loaded.tensors.items()
+    }
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
 
 
 def ask(folder: Path, case: str) -> dict[str, Any]:
@@ -269,16 +309,14 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
     if stored:
         vllm_quantized.store(source, stored)
     run(source, out, stored.schema if stored else SCHEMA, threads=1)
-    config = json.loads((source / "config.json").read_text())
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
-    answers["architecture"] = config["architectures"][0]
+    if case in STOCK:
+        answers["is_read_by_stock_vllm"] = is_read_by_stock_vllm(folder, source)
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
-    config = json.loads((source / "config.json").read_text())
-    answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
-    answers["architecture"] = config["architectures"][0]
-    for part, made in ours.items():
-        their = theirs.get(part, theirs["main"])
-        answers[part] = {**told(made), **compared(made, their)} if "model" in made else made
+    for part, loaded in ours.items():
+        answers[part] = loaded
+        if "model" in loaded:
+            answers[part] = described(loaded) | compared(loaded, theirs.get(part, theirs["main"]))
     return answers
 
 

@@ -1000,7 +1000,7 @@ def test_gate_and_up_that_may_be_halves_of_a_stack_are_warned_of(
 
     source: Any = SimpleNamespace(read_into=read_into)
     for is_halved in (True, False):
-        assert bool(halves_notices(source, found.layers)) == is_halved
+        assert bool(halves_notices(source.read_into, found.layers)) == is_halved
     for model_type in ("mixtral", "openai_privacy_filter"):
         assert not map_experts(*checkpoint(BY_MODEL_TYPE[model_type], model_type)).config_warnings
     tensors, config = checkpoint(family, "gpt_oss", STACKED)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from hqconv.errors import RequestError
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.source_protocol import MadeFiles
 from hqconv.planning import output_units as groups_module
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_file
 from hqconv.planning.plan import ConversionPlan, make_plan
@@ -84,12 +83,9 @@ def synthetic(
         quantization=None,
         files=(),
         tensors=tensors,
-        metadata=(),
         index_sha256=None,
-        other_files=("tokenizer.json",),
-        loose=SidecarFiles(("tokenizer.json",)),
-        made=MadeFiles(),
-        total_bytes=sum(ref.num_bytes for ref in tensors.values()),
+        read_into=None,
+        sidecar_files=SidecarFiles(("tokenizer.json",)),
     )
     return checkpoint, map_experts(tensors, checkpoint.config)
 

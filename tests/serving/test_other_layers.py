@@ -15,8 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 
-from hqconv.serving.vllm.config import HqconvConfig
-from hqconv.serving.vllm.other_layers import SourceProxy
+from hqconv.serving.vllm.config import HqconvConfig, SourceProxy
 
 pytestmark = pytest.mark.vllm
 

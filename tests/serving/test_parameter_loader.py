@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hqconv.artifact import tensor_filler
 from hqconv.artifact.tensor_filler import LoadTarget
-from hqconv.errors import RequestError, VerificationError
-from hqconv.io.file_access import PieceReader
+from hqconv.errors import VerificationError
+from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
 from hqconv.serving.artifact_view import (
@@ -20,8 +22,7 @@ from hqconv.serving.artifact_view import (
     open_artifact_view,
     open_rank_file,
 )
-from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
-from hqconv.serving.warm.kernel_store import WarmKernels
+from hqconv.serving.parameter_loader import VERIFY, ParameterLoader
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -63,18 +64,14 @@ class Layer:
         )
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_layers_are_full_when_asked_for_and_said_to_be(
-    view: ArtifactView,
-    order: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     loader = ParameterLoader()
     layers = [Layer(loader, view, number) for number in range(3)]
     with caplog.at_level(logging.INFO, loading.logger.name):
-        for number in order:
+        for number in (2, 0, 1):
             loader.fill(layers[number])
             assert layers[number].is_filled
             assert layers[number].is_right
@@ -98,18 +95,16 @@ def test_layers_that_are_made_or_asked_for_later_are_filled_too(view: ArtifactVi
     assert all(layer.is_right for layer in (first, *later))
 
 
-@pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(("value", "is_checked"), [("0", False), ("1", True)])
 def test_all_files_are_hashed_first_where_the_environment_asks(
-    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str, is_checked: bool
 ) -> None:
     loader = ParameterLoader()
     layers = [Layer(loader, view, number) for number in range(2)]
     data = bytearray(layers[1].file.path.read_bytes())
     data[-1] ^= 1
     layers[1].file.path.write_bytes(data)
-    monkeypatch.delenv(VERIFY, raising=False)
-    if value is not None:
-        monkeypatch.setenv(VERIFY, value)
+    monkeypatch.setenv(VERIFY, value)
     if is_checked:
         with pytest.raises(VerificationError, match=layers[1].file.name):
             loader.fill(layers[0])
@@ -131,15 +126,6 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(view: ArtifactView) -
     assert (layers[0].is_right, layers[1].is_filled) == (True, False)
 
 
-def test_an_unknown_way_of_reading_is_refused(
-    view: ArtifactView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(READ, "fast")
-    loader = ParameterLoader()
-    with pytest.raises(RequestError, match="auto or cached or direct"):
-        loader.fill(Layer(loader, view, 0))
-
-
 def test_a_layer_elsewhere_does_not_begin_the_others_again(
     view: ArtifactView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,14 +133,13 @@ def test_a_layer_elsewhere_does_not_begin_the_others_again(
     loader, total = ParameterLoader(), 0
     layers = [Layer(loader, view, number) for number in range(3)]
     layers[1].tensors = {key: tensor.to("meta") for key, tensor in layers[1].tensors.items()}
-    own = PieceReader.fill
 
-    def counting(self: PieceReader, views: list[memoryview], begin: int) -> int:
+    def counting(descriptor: int, views: list[memoryview], begin: int) -> int:
         nonlocal total
         total += sum(map(len, views))
-        return own(self, views, begin)
+        return file_access.fill(descriptor, views, begin)
 
-    monkeypatch.setattr(PieceReader, "fill", counting)
+    monkeypatch.setattr(tensor_filler, "fill", counting)
     loader.fill(layers[0])
     layers[1].tensors = {
         key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in layers[1].tensors.items()
@@ -165,47 +150,16 @@ def test_a_layer_elsewhere_does_not_begin_the_others_again(
     assert total == sum(ref.num_bytes for layer in layers for ref in layer.file.tensors.values())
 
 
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
-def test_kernels_are_taken_once_and_what_came_of_it_is_one_line(
-    view: ArtifactView,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    level: int,
-) -> None:
-    monkeypatch.setattr(loading.logger, "propagate", True)
+def test_kernels_are_installed_once(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path | None, int]] = []
 
-    def use(artifact: Path | None, sm: int) -> WarmKernels:
-        asked.append((artifact, sm))
-        return (
-            WarmKernels(tuning={"a": []})
-            if len(asked) == 1
-            else WarmKernels("There are none.", level)
-        )
+    def install(artifact: Path | None, sm_version: int, log: logging.Logger) -> dict[str, Any]:
+        asked.append((artifact, sm_version))
+        return {"a": []}
 
-    monkeypatch.setattr(loading, "use_warm_kernels", use)
-    loaders = [ParameterLoader(), ParameterLoader()]
-    with caplog.at_level(logging.INFO, loading.logger.name):
-        for one in (loaders[0], loaders[0], loaders[1]):
-            one.take_kernels(view)
-        ParameterLoader().take_kernels(replace(view, location=ArtifactLocation("org/model")))
-    assert asked == [(Path(view.location.name), 90)] * 2 + [
-        (None, 90)
-    ]  # one below the server's own is not beside
-    assert [one.tuning for one in loaders] == [{"a": []}, {}]
-    assert [record.levelno for record in caplog.records] == [logging.INFO, level, level]
-    assert (
-        caplog.records[1].getMessage() == "Kernels are compiled as they are needed: There are none."
-    )
-
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+    monkeypatch.setattr(f"{loading.KERNEL_STORE}.install", install)
+    loader = ParameterLoader()
+    assert loader.install_kernels(view) == loader.install_kernels(view) == {"a": []}
+    ParameterLoader().install_kernels(replace(view, location=ArtifactLocation("org/model")))
+    # a folder below the server's own, named like the repo, is not beside the artifact
+    assert asked == [(Path(view.location.name), 90), (None, 90)]

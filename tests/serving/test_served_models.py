@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from hqconv.models.families import BY_MODEL_TYPE
+from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make import vllm_lists
-from tests.make.families import FAMILIES, NEWER
+from tests.make.families import FAMILIES
 from tests.make.places import REPO
 
 pytestmark = [
@@ -123,6 +126,19 @@ def test_the_activation_is_the_converted_one(answers: dict[str, Any], model_type
         assert {(layer["activation"], layer["limit"]) for layer in part["layers"]} == {wanted}
 
 
+@pytest.mark.parametrize("model_type", vllm_lists.STOCK)
+def test_what_is_said_of_the_checkpoint_layout_is_what_happens(
+    answers: dict[str, Any], model_type: str
+) -> None:
+    """Without hqconv: its experts are those of the kernel layout, or a reason is known why not."""
+    answer, family = answers[model_type], BY_MODEL_TYPE[model_type].name
+    reasons = [
+        ENGINE.checkpoint_family_obstacle(family, layer, resolve_schema("mxfp4"))
+        for layer in answer["blocks"]
+    ]
+    assert answer["is_read_by_stock_vllm"] == (not any(reasons))
+
+
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_quantized_dense_layers_are_vllms_own(answers: dict[str, Any], case: str) -> None:
     """Model classes that ask for the source's kind get it, and layers that it leaves out are plain."""
@@ -160,16 +176,3 @@ def test_what_cannot_be_served_is_refused(answers: dict[str, Any], model_type: s
 def test_what_is_not_loaded_can_be_told(answers: dict[str, Any]) -> None:
     """The memory's fill shows: a draft shares its embeddings with the model, and does not load them."""
     assert "model.embed_tokens.weight" in answers["glm4_moe_lite"]["draft"]["unloaded"]
-
-
-def test_the_lists_are_of_families() -> None:
-    known = {*FAMILIES, *NEWER}  # this environment's transformers may be older
-    lists = (
-        vllm_lists.REFUSED,
-        vllm_lists.DRAFTED,
-        vllm_lists.LEFT_OUT,
-        NOT_LOADED,
-        ACTIVATIONS,
-        LIMITS,
-    )
-    assert all(set(listed) <= known for listed in lists)

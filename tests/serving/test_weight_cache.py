@@ -5,7 +5,6 @@ Between them is a pair of sockets; tensors of the CPU go by value, where a GPU's
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
 
 from tests.make import vllm_cpu  # isort: skip  - before vLLM
 
 from vllm.config import LoadConfig
-from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.weight_cache import daemon as daemons
 from vllm.model_executor.model_loader.weight_cache import ipc_loader
 from vllm.model_executor.model_loader.weight_cache.protocol import (
@@ -30,13 +27,13 @@ from vllm.model_executor.model_loader.weight_cache.protocol import (
     check_ipc_quant_support,
 )
 
+from hqconv.artifact import tensor_filler
 from hqconv.errors import VerificationError
-from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
-from tests.make.vllm_cpu import build_layer, parallel
+from tests.make.vllm_cpu import as_bytes, assert_holds_its_file, build_layer, open_config, parallel
 
 pytestmark = pytest.mark.vllm
 
@@ -69,13 +66,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (daemons, ipc_loader):
         monkeypatch.setattr(module, "get_current_device_uuid", lambda: "GPU-0")
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-
-
-def open_config(out: Path) -> Any:
-    words = json.loads((out / "config.json").read_text())["quantization_config"]
-    config = get_quantization_config("hqconv").from_config(words)
-    config.maybe_update_config(str(out))
-    return config
 
 
 def build(config: Any, rank: Any) -> torch.nn.Module:
@@ -140,26 +130,16 @@ def start(
     return loader._build_model(words, model_config, "", state)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def assert_holds_its_files(model: torch.nn.Module) -> None:
     for layer in model.children():
-        method = layer.quant_method
-        stored = load_file(method.file.path)
-        assert len(stored) == len(layer._parameters)
-        for name, parameter in layer.named_parameters():
-            assert torch.equal(
-                as_bytes(parameter), as_bytes(stored[f"{method.stored.name}.{name}"])
-            ), name
+        assert_holds_its_file(layer)
 
 
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a rank file was read")
 
-    monkeypatch.setattr(PieceReader, "__init__", refuse)
+    monkeypatch.setattr(tensor_filler, "fill", refuse)
 
 
 @pytest.mark.parametrize("mode", ["zero_copy", "copy"])

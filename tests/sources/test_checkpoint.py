@@ -20,14 +20,11 @@ import huggingface_hub.errors
 import numpy as np
 import pytest
 import safetensors
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from safetensors.torch import save_file as torch_save_file
 
-from hqconv.errors import InputError, NetworkError, RequestError
-from hqconv.io import hub
+from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import read_header
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import DTYPES, num_bits
@@ -98,161 +95,78 @@ def test_dtypes_are_those_of_the_library() -> None:
 # --- headers ---
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e8m0fnu,
-        torch.bool,
-        torch.int32,
+def entry(**fields: object) -> dict[str, object]:
+    return {**ONE, **fields}
+
+
+ONE_TEXT = json.dumps(ONE).encode()
+# What must be said of tensor 'a', with two bytes of data → its entries.
+BROKEN_ENTRIES: dict[str, list[object]] = {
+    "malformed": [
+        ["U8", [2], [0, 2]],
+        *({key: ONE[key] for key in ONE if key != absent} for absent in ONE),
+        entry(x=1),
     ],
-)
-def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"x": torch.arange(6).reshape(2, 3).to(dtype), "scalar": torch.ones((), dtype=dtype)}
-    torch_save_file(
-        tensors, tmp_path / "t.safetensors", metadata={"format": "pt", "ключ": "значение"}
-    )
-    entries, metadata, sha256 = read_header(tmp_path / "t.safetensors")
-    raw = (tmp_path / "t.safetensors").read_bytes()
-    assert metadata == {"format": "pt", "ключ": "значение"}
-    assert sha256 == hashlib.sha256(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
-    for name, value in tensors.items():
-        entry = entries[name]
-        assert entry.shape == tuple(value.shape)
-        want = bytes(value.reshape(-1).view(torch.uint8).tolist())
-        assert raw[entry.offset_bytes : entry.offset_bytes + entry.num_bytes] == want
-    assert {entry.dtype for entry in entries.values()} == {
-        item[1]["dtype"] for item in safetensors.deserialize(raw)
-    }
-
-
-BROKEN: list[tuple[str, bytes, str | None, str]] = [
-    # id, bytes, tensor that must be named, text that must be said
-    ("empty", b"", None, "truncated"),
-    ("seven", b"\x02\0\0\0\0\0\0", None, "truncated"),
-    ("length 0", struct.pack("<Q", 0), None, "header length"),
-    ("length over cap", struct.pack("<Q", 100_000_001) + b"{}", None, "header length"),
-    ("length past file", struct.pack("<Q", 3) + b"{}", None, "truncated"),
-    ("length huge", b"\xff" * 8 + b"{}", None, "header length"),
-    ("not utf-8", pack(b'{"\xff":1}'), None, "not valid JSON"),
-    ("not json", pack(b"{"), None, "not valid JSON"),
-    ("trailing zeros", pack(b"{}\0"), None, "not valid JSON"),
-    ("byte order mark", pack(b"\xef\xbb\xbf{}"), None, "not valid JSON"),
-    ("half a surrogate pair", pack({"\ud800": ONE}, b"xx"), None, "not valid JSON"),
-    ("number too long", pack(b'{"a":' + b"9" * 5000 + b"}"), None, "not valid JSON"),
-    ("nested too deep", pack(b"[" * 200_000), None, "not valid JSON"),
-    ("array", pack([]), None, "not a JSON object"),
-    ("metadata array", pack({"__metadata__": []}), None, "__metadata__"),
-    ("metadata number", pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
-    ("metadata twice", pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
-    ("metadata key twice", pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
-    (
-        "name twice",
-        pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"),
-        "a",
-        "twice",
+    "dtype is unknown": [entry(dtype="F12"), entry(dtype=["U8"])],
+    "shape is malformed": [entry(shape=shape) for shape in (2, [-1, -2], [True, 2], [2.0], ["2"])],
+    "data_offsets are malformed": [
+        entry(data_offsets=offsets) for offsets in ([2], [0, 2, 2], [0, 2.0], [False, True])
+    ],
+    "overflows": [
+        tensor("U8", shape, 0, 0) for shape in ([2**32] * 2, [2**32, 2**32, 0], [0, 2**64], [2**62])
+    ],
+    "whole bytes": [tensor("F4", [3], 0, 2), tensor("F6_E2M3", [2], 0, 2)],
+    "out of order": [tensor("U8", [2], -2, 0), tensor("U8", [0], 2, 0)],
+    "disagree": [tensor("U8", [1], 0, 2), tensor("F32", [1], 0, 2)],
+    "hole after the header": [tensor("U8", [1], 1, 2)],
+}
+BROKEN: list[tuple[bytes, str | None, str]] = [
+    # bytes, tensor that must be named, text that must be said
+    (b"", None, "truncated"),
+    (b"\x02\0\0\0\0\0\0", None, "truncated"),
+    (struct.pack("<Q", 0), None, "header length"),
+    (struct.pack("<Q", 100_000_001) + b"{}", None, "header length"),
+    (struct.pack("<Q", 3) + b"{}", None, "truncated"),
+    (b"\xff" * 8 + b"{}", None, "header length"),
+    *(
+        (pack(text), None, "not valid JSON")
+        for text in (b'{"\xff":1}', b"{", b"{}\0", b"\xef\xbb\xbf{}", b"[" * 200_000)
     ),
-    (
-        "field twice",
-        pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'),
-        "a",
-        "'dtype' twice",
+    (pack({"\ud800": ONE}, b"xx"), None, "not valid JSON"),
+    (pack(b'{"a":' + b"9" * 5000 + b"}"), None, "not valid JSON"),
+    (pack([]), None, "not a JSON object"),
+    (pack({"__metadata__": []}), None, "__metadata__"),
+    (pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
+    (pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
+    (pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
+    (pack(b'{"a":%s,"b":1,"a":%s}' % (ONE_TEXT, ONE_TEXT), b"xx"), "a", "twice"),
+    (pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'), "a", "'dtype' twice"),
+    (pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "a", "shape is malformed"),
+    (pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "a", "are malformed"),
+    *(
+        (pack({"a": broken}, b"xx"), "a", text)
+        for text, entries in BROKEN_ENTRIES.items()
+        for broken in entries
     ),
-    ("entry is a list", pack({"a": ["U8", [2], [0, 2]]}, b"xx"), "a", "malformed"),
-    ("no dtype", pack({"a": {"shape": [2], "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
-    ("no shape", pack({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
-    ("no offsets", pack({"a": {"dtype": "U8", "shape": [2]}}, b"xx"), "a", "malformed"),
-    ("extra field", pack({"a": {**ONE, "x": 1}}, b"xx"), "a", "malformed"),
-    ("unknown dtype", pack({"a": tensor("F12", [2], 0, 3)}, b"xxx"), "a", "dtype is unknown"),
-    ("dtype list", pack({"a": {**ONE, "dtype": ["U8"]}}, b"xx"), "a", "dtype is unknown"),
-    ("shape number", pack({"a": {**ONE, "shape": 2}}, b"xx"), "a", "shape is malformed"),
-    ("negative dims", pack({"a": tensor("U8", [-1, -2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    (
-        "minus zero",
-        pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
-        "a",
-        "shape is malformed",
+    (pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"), "a", "truncated"),
+    *(
+        (pack({"b": ONE, "a": tensor("U8", [end - begin], begin, end)}, b"xxx"), "a", "overlaps tensor 'b'")
+        for begin, end in ((1, 3), (0, 2), (1, 1))
     ),
-    ("bool dim", pack({"a": tensor("U8", [True, 2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("float dim", pack({"a": tensor("U8", [2.0], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("text dim", pack({"a": tensor("U8", ["2"], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("overflow", pack({"a": tensor("U8", [2**32, 2**32], 0, 0)}), "a", "overflows"),
-    ("overflow, then zero", pack({"a": tensor("U8", [2**32, 2**32, 0], 0, 0)}), "a", "overflows"),
-    ("dim over 64 bits", pack({"a": tensor("U8", [0, 2**64], 0, 0)}), "a", "overflows"),
-    ("bits overflow", pack({"a": tensor("U8", [2**62], 0, 0)}), "a", "overflows"),
-    ("half a byte", pack({"a": tensor("F4", [3], 0, 2)}, b"xx"), "a", "whole bytes"),
-    ("six bits", pack({"a": tensor("F6_E2M3", [2], 0, 2)}, b"xx"), "a", "whole bytes"),
-    (
-        "one offset",
-        pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "three offsets",
-        pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "float offset",
-        pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "bool offset",
-        pack({"a": tensor("U8", [1], False, True)}, b"x"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "minus zero offset",
-        pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'),
-        "a",
-        "are malformed",
-    ),
-    ("negative offset", pack({"a": tensor("U8", [2], -2, 0)}, b"xx"), "a", "out of order"),
-    ("begin after end", pack({"a": tensor("U8", [0], 2, 0)}, b"xx"), "a", "out of order"),
-    ("too many bytes", pack({"a": tensor("U8", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    ("too few bytes", pack({"a": tensor("F32", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    (
-        "truncated",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"),
-        "a",
-        "truncated",
-    ),
-    (
-        "overlap",
-        pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"),
-        "a",
-        "overlaps tensor 'b'",
-    ),
-    ("same bytes", pack({"b": ONE, "a": ONE}, b"xx"), "a", "overlaps tensor 'b'"),
-    (
-        "empty inside",
-        pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"),
-        "a",
-        "overlaps tensor 'b'",
-    ),
-    ("hole first", pack({"a": tensor("U8", [1], 1, 2)}, b"xx"), "a", "hole after the header"),
-    (
-        "hole",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"),
-        "a",
-        "hole after tensor 'b'",
-    ),
-    ("trailing", pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
-    ("trailing, no tensors", pack({}, b"x"), None, "after the header belong to no tensor"),
-]
+    (pack({"b": ONE, "a": tensor("U8", [1], 3, 4)}, b"xxxx"), "a", "hole after tensor 'b'"),
+    (pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
+    (pack({}, b"x"), None, "after the header belong to no tensor"),
+]  # fmt: skip
 # What the library reads and we do not: a guess at the meaning would be needed.
-STRICTER = {"metadata key twice", "entry is a list", "extra field"}
+STRICTER = [
+    pack(b'{"__metadata__":{"x":"1","x":"1"}}'),
+    pack({"a": ["U8", [2], [0, 2]]}, b"xx"),
+    pack({"a": entry(x=1)}, b"xx"),
+]
 
 
-@pytest.mark.parametrize(("label", "raw", "name", "text"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_broken_header(tmp_path: Path, label: str, raw: bytes, name: str | None, text: str) -> None:
+@pytest.mark.parametrize(("raw", "name", "text"), BROKEN)
+def test_broken_header(tmp_path: Path, raw: bytes, name: str | None, text: str) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(raw)
     with pytest.raises(InputError) as caught:
@@ -263,7 +177,7 @@ def test_broken_header(tmp_path: Path, label: str, raw: bytes, name: str | None,
     assert ("tensor 'a'" in caught.value.where) == (name == "a")
     assert "what to do" in message
     assert len(message) < 1500
-    if label not in STRICTER:
+    if raw not in STRICTER:
         with pytest.raises((safetensors.SafetensorError, ValueError)):
             safetensors.deserialize(raw)
 
@@ -318,16 +232,12 @@ def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        (b'"dtype":"U8","shape":[true],"data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":[1.0],"data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":[1e0],"data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":{},"data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":"","data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":[1],"data_offsets":[true,3]', "data_offsets are malformed"),
-        (b'"dtype":"U8","shape":[1],"data_offsets":[2.0,3]', "data_offsets are malformed"),
-        (b'"dtype":"U8","shape":[1],"data_offsets":[2,3],"x":3', "malformed"),
-        (b'"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[2,3]', "twice"),
-        (b'"dtype":"U16","shape":[1],"data_offsets":[2,3]', "disagree"),
+        (b'"shape":[true],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"shape":[1.0],"data_offsets":[2,3]', "shape is malformed"),
+        (b'"shape":{},"data_offsets":[2,3]', "shape is malformed"),
+        (b'"shape":"","data_offsets":[2,3]', "shape is malformed"),
+        (b'"shape":[1],"data_offsets":[true,3]', "data_offsets are malformed"),
+        (b'"shape":[1],"data_offsets":[2.0,3]', "data_offsets are malformed"),
     ],
 )
 def test_what_equals_a_shape_that_was_seen_is_looked_at(
@@ -335,7 +245,7 @@ def test_what_equals_a_shape_that_was_seen_is_looked_at(
 ) -> None:
     """To Python true and 1.0 are 1, and nothing, made a tuple, is the shape of a scalar."""
     first = json.dumps({"one": tensor("U8", [1], 0, 1), "none": tensor("U8", [], 1, 2)}).encode()
-    raw = first[:-1] + b',"a":{%s}}' % second
+    raw = first[:-1] + b',"a":{"dtype":"U8",%s}}' % second
     (tmp_path / "f").write_bytes(pack(raw, b"xyz"))
     with pytest.raises(InputError, match=text) as caught:
         read_header(tmp_path / "f")
@@ -394,7 +304,9 @@ def test_valid_files_read_as_the_library_reads_them(
 ) -> None:
     raw = pack(*file)
     assert ours(raw, scratch) == theirs(raw)
-    assert read_header(scratch)[1] == file[0].get("__metadata__", {})
+    _, metadata, sha256 = read_header(scratch)
+    assert metadata == file[0].get("__metadata__", {})
+    assert sha256 == hashlib.sha256(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
 
 
 # --- folders ---
@@ -408,14 +320,8 @@ def test_opens_a_sharded_folder(tmp_path: Path) -> None:
         assert (checkpoint.revision, checkpoint.repo_id) == (None, None)
         assert checkpoint.config == {"model_type": "x", "limit": float("inf")}
         assert [file.name for file in checkpoint.files] == sorted(shards)
-        assert checkpoint.metadata == tuple(
-            {"format": "pt", "shard": name} for name in sorted(shards)
-        )
         index = (root / "model.safetensors.index.json").read_bytes()
         assert checkpoint.index_sha256 == hashlib.sha256(index).hexdigest()
-        assert checkpoint.total_bytes == sum(
-            x.nbytes for shard in shards.values() for x in shard.values()
-        )
         order = [(ref.file, ref.offset_bytes) for ref in checkpoint.tensors.values()]
         assert order == sorted(order)
         for number, name in enumerate(sorted(shards)):
@@ -457,20 +363,10 @@ TWICE_READ: dict[str, tuple[list[str], list[str] | None, list[str]]] = {
         [FIRST, SECOND],
         [f"{FIRST} and old.safetensors", "tensor 'a'"],
     ),
-    "consolidated, by the same names": (
-        ["consolidated.safetensors"],
-        [FIRST, SECOND],
-        ["and consolidated.safetensors"],
-    ),
     "a single file and shards, no index": (
         ["model.safetensors"],
         None,
         ["model.safetensors and model-1-of-2"],
-    ),
-    "two sets, no index": (
-        ["model-00001-of-00001.safetensors"],
-        None,
-        ["model-00001-of-00001.safetensors and"],
     ),
     "ranks, no index": (
         ["m-TP-000.safetensors", "m-TP-001.safetensors"],
@@ -614,9 +510,9 @@ def test_files_that_belong_to_the_model(
     with serve(root) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         source = open_source("org/name", is_lazy=True) if on_hub else SafetensorsSource(root)
-    assert source.other_files == tuple(sorted(COPIED))
+    assert source.sidecar_files.names == tuple(sorted(COPIED))
     folders = {name.split("/")[0] + "/" for name in FOLDERS}
-    assert set(source.loose.left_out) == {*LEFT_OUT, *folders}
+    assert set(source.sidecar_files.left_out) == {*LEFT_OUT, *folders}
 
 
 def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
@@ -658,18 +554,15 @@ def test_broken_config(tmp_path: Path, config: str) -> None:
     refuse(root, str(root / "config.json"), "JSON")
 
 
-def test_missing_config(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
+def test_missing_files(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "m", two_shards())
+    (root / SECOND).unlink()
+    refuse(root, "missing (1 of 2)", SECOND, "tensor 'c'", "download")
     (root / "config.json").unlink()
-    refuse(root, "has no config.json", "model-1-of-2.safetensors")
-
-
-def test_no_weights(tmp_path: Path) -> None:
+    refuse(root, "has no config.json", FIRST)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_text("x")
-    refuse(
-        tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index.json"
-    )
+    refuse(tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index")
 
 
 @pytest.mark.parametrize(
@@ -702,35 +595,17 @@ def test_broken_index(tmp_path: Path, index: str, texts: list[str]) -> None:
     refuse(root, "model.safetensors.index.json", *texts)
 
 
-def test_missing_shards(tmp_path: Path) -> None:
+def test_an_index_and_files_that_disagree(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
-    (root / "model-2-of-2.safetensors").unlink()
-    refuse(root, "missing (1 of 2)", "model-2-of-2.safetensors", "tensor 'c'", "download")
-
-
-def test_tensor_in_no_file_or_another(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
-    first, second = two_shards()
-    good = {"a": first, "b": first, "c": second, "empty": second}
-    write_index(root, {**good, "ghost": first})
-    refuse(root, "tensor 'ghost'", "in no file", first)
-    write_index(root, {**good, "b": second})
-    refuse(root, "tensor 'b'", f"expected: {second}", f"found: {first}")
-
-
-def test_tensor_outside_the_index(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
-    first, second = two_shards()
-    write_index(root, {"a": first, "c": second, "empty": second})
-    refuse(root, "Tensors are in the files but not in the index: 1.", f"b ({first})")
-
-
-def test_tensor_in_two_shards(tmp_path: Path) -> None:
-    root = write_folder(
-        tmp_path, {"x.safetensors": {"a": np.ones(1)}, "y.safetensors": {"b": np.ones(1)}}
-    )
-    save_file({"a": np.ones(1), "b": np.ones(1)}, root / "y.safetensors")
-    refuse(root, "tensor 'a'", "x.safetensors and y.safetensors")
+    good = {"a": FIRST, "b": FIRST, "c": SECOND, "empty": SECOND}
+    write_index(root, {**good, "ghost": FIRST})
+    refuse(root, "tensor 'ghost'", "in no file", FIRST)
+    write_index(root, {**good, "b": SECOND})
+    refuse(root, "tensor 'b'", f"expected: {SECOND}", f"found: {FIRST}")
+    write_index(root, {"a": FIRST, "c": SECOND, "empty": SECOND})
+    refuse(root, "Tensors are in the files but not in the index: 1.", f"b ({FIRST})")
+    save_file({"a": np.ones(1), **two_shards()[SECOND]}, root / SECOND)
+    refuse(root, "tensor 'a'", f"{FIRST} and {SECOND}")
 
 
 def test_a_broken_shard_is_named(tmp_path: Path) -> None:
@@ -743,16 +618,7 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     file = root / "model-1-of-2.safetensors"
-    for src in (
-        str(tmp_path / "absent"),
-        str(file),
-        "absent",
-        "./org/name",
-        "../org/name",
-        "a/b/c",
-        "/absent",
-        "",
-    ):
+    for src in (str(tmp_path / "absent"), str(file), "absent", "./org/name", "a/b/c", ""):
         with pytest.raises(RequestError):
             open_source(src)
     with pytest.raises(RequestError, match="revision"):
@@ -774,20 +640,6 @@ def big(tmp_path: Path) -> Path:
         for s in range(4)
     }
     return write_folder(tmp_path / "big", shards)
-
-
-@pytest.mark.parametrize(
-    ("start", "stop"),
-    [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)],
-)
-def test_partial_reads(big: Path, start: int, stop: int) -> None:
-    with open_source(big) as checkpoint:
-        ref = checkpoint.tensors["t2.0"]
-        want = safetensors.safe_open(big / "model-2.safetensors", "np").get_tensor("t2.0")
-        out = np.full(stop - start + 2, 7, np.uint8)
-        checkpoint.read_into(ref, out[1:-1], start)
-        assert (out[1:-1] == want[start:stop]).all()
-        assert (out[0], out[-1]) == (7, 7)
 
 
 def test_reads_into_typed_buffers(tmp_path: Path) -> None:
@@ -949,12 +801,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
     with open_source("org/name", revision) as checkpoint:
         assert checkpoint.root == hub_cache
-        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == (
-            "name",
-            "org/name",
-            COMMIT,
-        )
-        assert checkpoint.other_files == ("tokenizer.json",)
+        assert (checkpoint.name, checkpoint.repo_id) == ("name", "org/name")
+        assert checkpoint.revision == COMMIT
+        assert checkpoint.sidecar_files.names == ("tokenizer.json",)
         for shard in two_shards().values():
             for name, value in shard.items():
                 assert read_all(checkpoint, name) == value.tobytes()
@@ -963,16 +812,6 @@ def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
 def test_a_folder_wins_over_a_repo_of_the_same_name(hub_cache: Path, tmp_path: Path) -> None:
     write_folder(tmp_path / "org" / "name", {"model.safetensors": {"local": np.ones(1)}})
     assert list(open_source("org/name").tensors) == ["local"]
-
-
-@pytest.mark.parametrize(
-    "name", ["model-2-of-2.safetensors", "config.json", "model.safetensors.index.json"]
-)
-def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
-    (hub_cache / name).unlink()
-    with pytest.raises(InputError) as caught:
-        open_source("org/name")
-    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -999,61 +838,21 @@ def test_downloads_what_is_needed_and_nothing_else(
     write_index(
         repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"}
     )
-    small = ["generation_config.json", "tokenizer/vocab.txt", "modeling_x.py"]
-    unwanted = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "original/params.json",
-        "original/w.safetensors",
-    ]
-    unwanted += [
-        "consolidated.safetensors",
-        "o.safetensors",
-        "w.gguf",
-        ".gitattributes",
-        "sub/.x/y",
-        "onnx/m.onnx",
-    ]
-    for name in small + unwanted:
+    small = words("generation_config.json tokenizer/vocab.txt modeling_x.py")
+    unwanted = words("""
+        pytorch_model.bin pytorch_model.bin.index.json original/params.json original/w.safetensors
+        consolidated.safetensors o.safetensors w.gguf .gitattributes sub/.x/y onnx/m.onnx
+    """)
+    for name in small + unwanted:  # each of other bytes: the library downloads the same ones once
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (repo / name).write_text(
-            name
-        )  # each of other bytes: the library downloads the same ones once
+        (repo / name).write_text(name)
     with serve(repo) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         checkpoint = open_source("org/name", "main")
-    wanted = [
-        *small,
-        "config.json",
-        "model.safetensors.index.json",
-        first,
-        second,
-        "[odd].safetensors",
-    ]
+    wanted = [*small, *words("config.json model.safetensors.index.json [odd].safetensors")]
+    wanted += [first, second]
     assert sorted(server.whole) == sorted(wanted)
     headers = {"consolidated.safetensors", "o.safetensors"}  # are they another reading of the repo?
     assert server.fetched == {*wanted, *headers}
-    assert checkpoint.other_files == tuple(sorted(small))
-    assert checkpoint.other_files == SafetensorsSource(repo).other_files
-
-
-def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = write_folder(tmp_path / "repo", {"model.safetensors": {"a": np.ones(1)}})
-    with serve(repo) as server:
-        use(monkeypatch, server.url, tmp_path / "cache")
-        assert list(open_source("org/name").tensors) == ["a"]
-    assert server.fetched == {"config.json", "model.safetensors"}
-
-
-def test_a_file_that_the_cache_lacks_and_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the Hub's library says it, without the failed connection as a cause."""
-
-    def fail(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("first line\nsecond line")
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(NetworkError, match="cannot be reached") as caught:
-        hub.fetch("org/name", "v1", ["config.json"])
-    assert caught.value.where == "org/name, revision v1"
-    assert "LocalEntryNotFoundError" in caught.value.found
+    assert checkpoint.sidecar_files.names == tuple(sorted(small))
+    assert checkpoint.sidecar_files.names == SafetensorsSource(repo).sidecar_files.names

@@ -283,7 +283,7 @@ def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path
         (links / file.name).symlink_to(file)
     (links / "vocab.json").symlink_to("tokenizer.json")
     for folder in (snapshot, links):
-        assert "tokenizer.json" in open_source(folder).other_files
+        assert "tokenizer.json" in open_source(folder).sidecar_files.names
     hqconv.convert(links, tmp_path / "out", **OPTIONS)
     assert (tmp_path / "out/vocab.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
     assert not (tmp_path / "out/vocab.json").is_symlink()

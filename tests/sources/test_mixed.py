@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from hqconv import dequantize, inspect, load
-from hqconv.cli.app import app
+from hqconv import dequantize, inspect, load, plan
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
@@ -160,46 +158,19 @@ def test_every_layer_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> 
             assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
-def test_other_schemas_take_every_layer_from_its_own_format(
-    mixed: Mixed, schema: str, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    conversions.run(mixed.folder, out, schema)
-    words = conversions.manifest(out)
-    assert (words["format_version"], set(words["blocks"])) == (1, set(mixed.schemas))
-    for name, own in mixed.schemas.items():
-        kind = "quantized" if not own else "direct" if own == schema else "requantized"
-        assert words["blocks"][name]["conversion"] == kind
-    for name, expected in mixed.truth.items():
-        values = dequantize(out, layer=name)
-        for role, meant in expected.items():
-            error = ((values[role] - meant).norm() / meant.norm()).item()
-            assert error < 0.16, (name, role)
-    conversions.assert_verified(out, mixed.folder)
-
-
-def cli(*words: object) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*map(str, words), "--json"])
-    assert result.exit_code == 0, result.stderr
-    return dict(json.loads(result.stdout))
-
-
-def test_it_is_said_beforehand(mixed: Mixed, tmp_path: Path) -> None:
-    words = inspect(mixed.folder)
-    formats = {layer["name"]: layer["source_format"].partition(":")[0] for layer in words["blocks"]}
-    own = next(word for word in words["direct_schemas"] if word.startswith("source"))
-    planned = cli("convert", mixed.folder, "--schema", "source", "--target", "sm90", "--dry-run")
+def test_it_is_said_beforehand(mixed: Mixed) -> None:
+    document = inspect(mixed.folder)
+    formats = {layer["source_format"].partition(":")[0] for layer in document["blocks"]}
+    own = next(name for name in document["direct_schemas"] if name.startswith("source"))
+    experts = plan(mixed.folder, schema="source", target="sm90").experts
     if MTP in mixed.schemas:
-        assert formats == {"layers.[0-1].ffn.experts": "nvfp4", MTP: "mxfp4"}
+        assert formats == {"nvfp4", "mxfp4"}
         assert own == "source (nvfp4: 2 layers; mxfp4: 1 layer)"
-        assert planned["otherwise"] == {"mxfp4, a16 activations": [MTP]}
-        assert planned["conversion"] == {"direct": 3}
+        assert (len(experts.layers), experts.left) == (3, ())
     else:
-        assert set(formats.values()) == {"not quantized", "compressed-tensors pack-quantized int4"}
+        assert formats == {"not quantized", "compressed-tensors pack-quantized int4"}
         assert own == "source (int4: 1 layer; left as they are: 2)"
-        assert planned["left_blocks"] == [QWEN.format(0), QWEN.format(2)]
-        assert planned["conversion"] == {"direct": 1}
+        assert tuple(experts.left) == (QWEN.format(0), QWEN.format(2))
 
 
 # --- the checkpoint layout ---------------------------------------------------------------------------------
@@ -318,18 +289,3 @@ def test_an_expert_of_another_format_is_refused(
     words = inspect(written.folder)
     assert not words["convertible"]
     assert "mixes formats" in words["obstacle"]
-
-
-def test_an_expert_in_another_form_than_its_config_says(tmp_path: Path) -> None:
-    """One expert left in floats that no ignore list names."""
-    written = write(tmp_path / "src", "ct-int4-g128")
-    one = QWEN.format(0) + ".1.up_proj."
-
-    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(one)}
-        return {**kept, f"{one}weight": torch.zeros(256, 384, dtype=torch.bfloat16)}
-
-    rewrite(written.folder, change)
-    with pytest.raises(InputError, match="mixes formats") as caught:
-        conversions.run(written.folder, tmp_path / "out", "int4")
-    assert (caught.value.where, caught.value.found) == (f"{one}weight", "weight BF16")

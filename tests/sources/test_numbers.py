@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.opening import open_source
 from tests.make.conversions import write_manifest
 from tests.make.nodes import in_time
-from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.small import GPT_OSS
 
@@ -65,16 +62,6 @@ def test_options(option: str, number: Any, model: Path, tmp_path: Path) -> None:
         error = at_once(call)
         assert (error.exit_code, error.where) == (2, f"--{option.replace('_', '-')}")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_option_is_looked_at_before_libraries_are_loaded() -> None:
-    """Which takes seconds; the source is not there either, and nobody says so."""
-    code = "import sys, hqconv\ntry:\n    hqconv.convert('absent', schema='int4', target='sm90', tp=10**30)\n"
-    code += "except hqconv.HqconvError as error:\n    print(error.where, 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=False
-    )
-    assert done.stdout == "--tp False\n", done.stderr
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, MAX_COUNT), (MAX_COUNT, MAX_COUNT), (257, 256)])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import RequestError
 from hqconv.formats.source_format import PER_PROJECTION, SourceFormat
 from hqconv.schemas.grid import Grid
 from tests.make import configs, conversions, packing
@@ -152,14 +152,3 @@ def test_one_projection_may_be_left_plain(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     conversions.run(written.folder, tmp_path / "out", "int4", Grid(tp=1))
     conversions.assert_verified(tmp_path / "out", written.folder)
-
-
-def test_tensors_that_the_config_does_not_declare_apart_are_refused(
-    source: Path, tmp_path: Path
-) -> None:
-    path = source / "config.json"
-    words = json.loads(path.read_text())
-    del words["quantization_config"]["dynamic"]
-    path.write_text(json.dumps(words))
-    with pytest.raises(InputError, match="wrong shape"):
-        conversions.run(source, tmp_path / "out", "int4")

@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[Callable[[Stacks], Stacks], str]] = {
 def test_a_conversion_that_took_other_weights(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, layout: str
 ) -> None:
-    """Content sums and digests are those of what was written."""
+    """Digests are those of what was written."""
     change, what = WRONG[wrong]
     monkeypatch.setattr(
         encode,

@@ -101,7 +101,9 @@ def test_a_good_expert_that_another_one_repeats(src: Path, tmp_path: Path) -> No
         for name in copy.tensor_names(path):
             copy.expert_bytes(path, name, 1)[:] = copy.expert_bytes(path, name, 0)
     findings = both_ways(copy.root, src).findings
-    assert {f.found for f in findings if "swapped" in f.what} == {"expert 2's"}
+    assert {f.found for f in findings if "swapped" in f.what} == {
+        f"{role} of expert 2" for role in ("w1", "w3", "w2")
+    }
 
 
 def test_an_artifact_as_a_source_is_looked_at_one_by_one(
@@ -142,7 +144,7 @@ def test_two_batches_are_on_the_device_at_a_time(
     out = make("mxfp4", Grid(2, 2))
     expected = batched(out, src)
     both, inside, most = threading.Barrier(2, timeout=60), threading.Semaphore(0), []
-    judge = LayerCheck._judge
+    judge = LayerCheck._measure
 
     def counted(self: LayerCheck, *words: Any) -> Any:
         inside.release()
@@ -153,7 +155,7 @@ def test_two_batches_are_on_the_device_at_a_time(
         return judge(self, *words)
 
     monkeypatch.setattr(experts, "_BATCH_BYTES", 1 << 19)
-    monkeypatch.setattr(LayerCheck, "_judge", counted)
+    monkeypatch.setattr(LayerCheck, "_measure", counted)
     with Artifact(out) as artifact, open_source(src) as opened:
         result = check_weights(artifact, opened, None, 4, GIB, CPU)
     assert len(most) == 8

@@ -25,7 +25,6 @@ from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
 from tests.make.conversions import check, run
 from tests.make.damage import Damaged, found
-from tests.make.models import save_model
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
@@ -58,18 +57,6 @@ def files_of(copy: Damaged, with_source: bool = False) -> CheckResult:
         return check_files(artifact, source if with_source else None, 2)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-def test_real_models_pass(family: str, layout: str, tmp_path: Path) -> None:
-    src = save_model(tmp_path / "src", family)
-    run(src, tmp_path / "out", "mxfp4", Grid(1, 3) if layout == "kernel" else Grid(), layout=layout)
-    copy = Damaged(tmp_path / "out", src, "mxfp4")
-    for with_source in (False, True):
-        result = files_of(copy, with_source)
-        assert result.findings == []
-        assert ("not compared with the source" in " ".join(result.notes)) != with_source
-
-
 # --- stray and missing files -------------------------------------------------------------------------------
 
 
@@ -92,12 +79,10 @@ def test_a_stray_file(copy: Damaged, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", [".gitattributes", ".cache/x/y", ".git/HEAD"])
-def test_what_publishing_brings_along_is_noted(copy: Damaged, name: str) -> None:
+def test_what_publishing_brings_along_is_no_fault(copy: Damaged, name: str) -> None:
     (copy.root / name).parent.mkdir(parents=True, exist_ok=True)
     (copy.root / name).write_bytes(b"x")
-    result = files_of(copy)
-    assert result.findings == []
-    assert f"beside the artifact's own files: {name.split('/')[0]}" in result.notes
+    assert files_of(copy).findings == []
 
 
 @pytest.mark.parametrize("with_source", [False, True])
@@ -123,16 +108,6 @@ def test_sums_of_something_else_are_noted(copy: Damaged) -> None:
     assert "SHA256SUMS does not say what the manifest does" in result.notes
     (copy.root / "SHA256SUMS").unlink()
     assert not [note for note in files_of(copy).notes if "SUMS" in note]
-
-
-def test_a_listed_card_that_is_of_no_such_manifest(copy: Damaged) -> None:
-    """Whoever edits the card, and its digest in the manifest, is told by the manifest's other words."""
-    card = copy.root / "README.md"
-    card.write_bytes(card.read_bytes().replace(b"int4", b"int8"))
-    digest = hashlib.sha256(card.read_bytes()).hexdigest()
-    copy.edit_manifest(lambda words: words["files"]["README.md"].update(sha256=digest))
-    assert files_of(copy).findings == []
-    found(files_of(copy, with_source=True), "README.md", "not of this manifest")
 
 
 def test_the_journal_of_a_run_killed_at_its_very_end_is_noted(copy: Damaged) -> None:
@@ -188,8 +163,8 @@ def test_a_tensor_with_another_name(copy: Damaged) -> None:
     copy.edit_header(copy.path, lambda entries: entries.update({f"{name}_": entries.pop(name)}))
     copy.reseal()
     result = files_of(copy)
-    found(result, f"{copy.path}, tensor {name}", "tensor is missing")
-    found(result, f"{copy.path}, tensor {name}_", "does not ask for")
+    found(result, f"{copy.path}, tensor: {name} ", "absent")
+    found(result, f"{copy.path}, tensor: {name}_ ", "absent")
 
 
 def test_another_version_of_humming_is_noted(copy: Damaged) -> None:
@@ -210,78 +185,19 @@ def edit_json(copy: Damaged, name: str, edit: Callable[[dict[str, Any]], Any]) -
 
 
 INDEX = "model.safetensors.index.json"
-MAP_EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "elsewhere": lambda w: w["weight_map"].update({"model.embed_tokens.weight": "model-00001-of-00003.safetensors"}),
-    "missing": lambda w: w["weight_map"].pop("model.embed_tokens.weight"),
-    "extra": lambda w: w["weight_map"].update(x="model-00001-of-00003.safetensors"),
-    "no map": lambda w: w.pop("weight_map"),
-    "size": lambda w: w["metadata"].update(total_size=1),
-    "more": lambda w: w.update(more=1),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", MAP_EDITS)
-def test_the_index_names_the_shards_tensors(sharded: Damaged, edit: str) -> None:
-    assert files_of(sharded).findings == []
-    edit_json(sharded, INDEX, MAP_EDITS[edit])
-    result = files_of(sharded)
-    assert len(result.findings) == 1
-    found(result, INDEX, "The index and the shards disagree")
-
-
-def test_the_index_of_a_single_shard_is_checked_too(copy: Damaged) -> None:
-    edit_json(copy, INDEX, lambda w: w["weight_map"].pop("model.embed_tokens.weight"))
-    found(files_of(copy), f"{INDEX}: weight_map", "The index and the shards disagree")
-    (copy.root / INDEX).unlink()
-    found(files_of(copy), INDEX, "A file of the manifest is missing")
-
-
-def test_shards_need_an_index_and_all_their_numbers(sharded: Damaged) -> None:
-    sharded.edit_manifest(lambda words: words["files"].pop(INDEX))
-    (sharded.root / INDEX).unlink()
-    found(files_of(sharded), INDEX, "There is no index")
-    lost = "model-00001-of-00003.safetensors"
-    sharded.edit_manifest(lambda words: words["files"].pop(lost))
-    (sharded.root / lost).unlink()
-    result = files_of(sharded)
-    found(result, "model-00001-of-00002.safetensors", "A file is missing")
-    found(result, f"layer {LAYER}", f"{LAYER}.0.gate_proj.weight", "A tensor is missing")
-
-
-CONFIG_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "target": (
-        lambda w: w["quantization_config"].update(target="sm80"),
-        "quantization_config: target",
-    ),
-    "none": (lambda w: w.pop("quantization_config"), "quantization_config"),
-    "schema": (
-        lambda w: w["quantization_config"]["weight_schema"].update(b_dtype="uint8"),
-        "weight_schema",
-    ),
-    "top_k": (lambda w: w.update(num_experts_per_tok=1), "top_k"),
-    "experts": (lambda w: w.update(num_experts=8), "hqconv.json"),
-}
-
-
-@pytest.mark.parametrize("edit", CONFIG_EDITS)
-def test_the_config_describes_the_artifact(copy: Damaged, edit: str) -> None:
-    change, where = CONFIG_EDITS[edit]
-    edit_json(copy, "config.json", change)
-    result = files_of(copy)
-    assert result.findings
-    assert all(where in f.where for f in result.findings)
+def test_a_lost_shard_and_a_lost_index(sharded: Damaged) -> None:
+    for lost in (INDEX, "model-00001-of-00003.safetensors"):
+        sharded.edit_manifest(lambda document, lost=lost: document["files"].pop(lost))
+        (sharded.root / lost).unlink()
+        found(files_of(sharded), lost)
 
 
 def test_the_config_is_the_sources(copy: Damaged) -> None:
     edit_json(copy, "config.json", lambda words: words.update(rope_theta=5))
     assert files_of(copy).findings == []
-    found(
-        files_of(copy, with_source=True),
-        "config.json: rope_theta",
-        "not the source's",
-        "no such key",
-        "5",
-    )
+    found(files_of(copy, with_source=True), "config.json: rope_theta", "absent", "5")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN'])
@@ -309,7 +225,7 @@ def other_source(
 def test_another_source(copy: Damaged, tmp_path: Path) -> None:
     norm = "model.layers.1.input_layernorm.weight"
     result = other_source(copy, tmp_path, lambda t: t.update({norm: t[norm][:64].clone()}))
-    found(result, "source, file model.safetensors", "The source is not the one that was converted")
+    found(result, "source: files: model.safetensors: header_sha256", "another header")
     found(result, norm, "another dtype or shape", "[64]", "[128]")
 
 
@@ -323,7 +239,7 @@ def test_a_source_with_one_other_number(copy: Damaged, tmp_path: Path) -> None:
 
 def test_a_source_with_more_tensors(copy: Damaged, tmp_path: Path) -> None:
     result = other_source(copy, tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(4)}))
-    found(result, "tensor model.norm.weight", "was not copied")
+    found(result, "tensors: copied: model.norm.weight", "absent")
 
 
 def test_the_tokenizer_is_the_sources(copy: Damaged) -> None:
@@ -336,7 +252,7 @@ def test_the_tokenizer_is_the_sources(copy: Damaged) -> None:
 def test_a_source_that_cannot_be_mapped(copy: Damaged, tmp_path: Path) -> None:
     name = f"{LAYER}.3.up_proj.weight"
     result = other_source(copy, tmp_path, lambda t: t.pop(name))
-    found(result, "source: ", name, "cannot be mapped")
+    found(result, "source: ", name)
 
 
 def test_names_under_another_folder_are_the_same_source(copy: Damaged, tmp_path: Path) -> None:

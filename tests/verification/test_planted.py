@@ -18,18 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hqconv.artifact.manifest import sealed
+from hqconv.artifact.manifest import read_manifest, sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.kernel_layout import rank_slices
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
-from hqconv.verification.files import check_files, check_manifest
-from hqconv.verification.result import CheckResult
+from hqconv.verification.files import check_files
 from tests.make import small
 from tests.make.conversions import check, manifest, run, schema_of
-from tests.make.damage import LAYER, Damaged, check_both_ways, found
+from tests.make.damage import Damaged, check_both_ways, found
 from tests.make.effort import num_examples
 from tests.make.qwen import write_qwen3_moe
 
@@ -65,248 +64,58 @@ def sharded(good: dict[str, Path], tmp_path: Path) -> Damaged:
 # --- the manifest's digest ---------------------------------------------------------------------------------
 
 
-def of_manifest(root: Path) -> CheckResult:
-    result = CheckResult("files")
-    with Artifact(root) as artifact:
-        check_manifest(artifact, result)
-    return result
+def is_altered(root: Path) -> bool:
+    """Whether a reader of the manifest sees that its bytes are not those of its digest."""
+    try:
+        return read_manifest(root).alteration is not None
+    except HqconvError:  # no manifest any more, which says so
+        return True
 
 
 def test_the_digest_is_the_last_field_of_every_manifest(good: dict[str, Path]) -> None:
     for layout in ("kernel", "checkpoint"):
-        data, words = (good[layout] / "hqconv.json").read_bytes(), manifest(good[layout])
-        assert list(words)[-1] == "digest"
+        data, document = (good[layout] / "hqconv.json").read_bytes(), manifest(good[layout])
+        assert list(document)[-1] == "digest"
         before, _, _ = data.rpartition(b',\n  "digest": ')
-        assert words["digest"] == hashlib.sha256(before).hexdigest()
-        assert sealed(words) == data
-        result = of_manifest(good[layout])
-        assert (result.findings, result.notes) == ([], [])
+        assert document["digest"] == hashlib.sha256(before).hexdigest()
+        assert sealed(document) == data
+        assert not is_altered(good[layout])
 
 
 def test_any_altered_byte_of_the_manifest_shows(copy: Damaged) -> None:
     path = copy.root / "hqconv.json"
     data = path.read_bytes()
-    positions = [*range(0, len(data), 41), *range(len(data) - 90, len(data))]
-    for position in positions:
+    for position in [*range(0, len(data), 41), *range(len(data) - 90, len(data))]:
         for mask in (0x01, 0x20):
             altered = bytearray(data)
             altered[position] ^= mask
             path.write_bytes(altered)
-            try:
-                findings = of_manifest(copy.root).findings
-            except HqconvError:  # no manifest any more, which says so
-                continue
-            assert findings, (position, bytes(altered[position - 20 : position + 20]))
+            assert is_altered(copy.root), bytes(altered[position - 20 : position + 20])
 
 
-WORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "hqconv": lambda w: w.update(hqconv_version="9.9"),
-    "Humming": lambda w: w.update(humming_kernels_version="9.9"),
-    "source": lambda w: w["source"].update(name="another"),
-    "revision": lambda w: w["source"].update(revision="0" * 40),
-    "placement": lambda w: w.update(expert_placement="round_robin"),
-    "worst": lambda w: w["blocks"][LAYER]["quantization_error"]["w2"].update(worst_expert=0),
-    "worst too": lambda w: w["blocks"][LAYER]["quantization_error"]["w2"].update(worst_expert=1),
-    "because": lambda w: w.update(family_chosen_because="it was"),
-}
-
-
-@pytest.mark.parametrize("what", WORDS)
-def test_words_that_nothing_else_tells(sharded: Damaged, what: str) -> None:
-    """The manifest is written again as a conversion writes it, but for its digest."""
-    words = manifest(sharded.root)
-    digest, before = words["digest"], json.dumps(words)
-    WORDS[what](words)
-    data = sealed(words)
-    (sharded.root / "hqconv.json").write_bytes(
-        data.replace(json.loads(data)["digest"].encode(), digest.encode())
-    )
-    findings = of_manifest(sharded.root).findings
-    assert [f.what for f in findings] == [DIGEST] * (json.dumps(words) != before)
-    assert what.startswith("worst") or findings
-
-
-def test_a_manifest_without_a_digest(copy: Damaged) -> None:
-    words = manifest(copy.root)
-    del words["digest"]
-    for more in ({}, {"Digest": "0" * 64}):
-        (copy.root / "hqconv.json").write_text(json.dumps({**words, **more}, indent=2) + "\n")
-        found(of_manifest(copy.root), "hqconv.json: digest", DIGEST)
-
-
-def test_a_text_that_no_file_can_hold(copy: Damaged) -> None:
-    """Half of a surrogate pair, as JSON may have it, and a digest of the bytes."""
-    body = (
-        json.dumps({**manifest(copy.root), "schema_name": "\ud800"}, indent=2)
-        .encode()
-        .rpartition(b',\n  "digest"')[0]
-    )
-    digest = hashlib.sha256(body).hexdigest()
-    (copy.root / "hqconv.json").write_bytes(body + f',\n  "digest": "{digest}"\n}}\n'.encode())
-    found(of_manifest(copy.root), "hqconv.json", "does not write")
-    assert not check(copy.root, copy.source).passed
-
-
-def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
-    words = manifest(copy.root)
-    (copy.root / "hqconv.json").write_text(json.dumps(words))
-    found(of_manifest(copy.root), "hqconv.json: digest", DIGEST, "another end of the file")
-    (copy.root / "hqconv.json").write_bytes(sealed({**words, "digest": 3}))
-    assert of_manifest(copy.root).findings == []
-
-
-# --- content sums: what is wrong without the source --------------------------------------------------------
-
-OTHERS = "What is read back is not what the conversion made"
-
-
-def unsourced(copy: Damaged) -> CheckResult:
-    copy.reseal()
-    files, weights = copy.check(with_source=False)
-    assert files.findings == []
-    return weights
-
-
-@pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
-def test_swapped_experts_are_named_without_the_source(
-    copy: Damaged, gemm: str, roles: tuple[str, ...]
-) -> None:
-    for tp_rank in range(2):
-        copy.swap_experts(copy.rank_file(LAYER, tp_rank, 1), (gemm,))
-    weights = unsourced(copy)
-    for role in roles:
-        found(weights, f"layer {LAYER}, {role}: weight", OTHERS, "experts 2 and 3 are swapped")
-    assert {f.where.split(", ")[1][:2] for f in weights.findings} == set(roles)
-
-
-def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) -> None:
-    copy.swap_experts(copy.path, ("w2",))
-    weights = unsourced(copy)
-    found(weights, f"layer {LAYER}, w2: weight_scale", OTHERS)
-    assert not any("are swapped" in finding.found for finding in weights.findings)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")]
-)
-def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
-    copy.flip(copy.path, f"{LAYER}.{tensor}", local=1, byte=64)
-    weights = unsourced(copy)
-    assert len(weights.findings) == 1
-    found(weights, LAYER, name, OTHERS)
-
-
-def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_path: Path) -> None:
-    def sums(out: Path) -> list[Any]:
-        return [layer["content_sums"] for layer in manifest(out)["blocks"].values()]
-
-    run(good["src"], tmp_path / "one", SCHEMA, max_memory="128MiB", threads=1)
-    run(good["kernel"], tmp_path / "cut", "source", Grid(1, 4))
-    expected = sums(good["kernel"])
-    assert [sums(good["checkpoint"]), sums(tmp_path / "one"), sums(tmp_path / "cut")] == [
-        expected
-    ] * 3
-    assert expected[0] != expected[1]
-    assert {len(total) for of_role in expected[0].values() for total in of_role.values()} == {16}
-
-
-def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][LAYER]["content_sums"]["w2"].update(weight="0" * 16))
-    for with_source in (True, False):
-        found(copy.check(with_source)[1], f"layer {LAYER}, w2: weight", OTHERS, "0" * 16)
-
-
-# --- words that can be worked out again --------------------------------------------------------------------
-
-
-def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    tensors = load_file(src / "model.safetensors")
-    for name in [name for name in tensors if f"{LAYER}." in name]:
-        expert = name.removeprefix(f"{LAYER}.").split(".")[0]
-        tensors[name] = tensors[name.replace(f"{LAYER}.{expert}.", f"{LAYER}.0.")].clone()
-    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
-    run(src, tmp_path / "out", SCHEMA)
-    copy = Damaged(tmp_path / "out", src, SCHEMA)
-    assert [result.findings for result in copy.check()] == [[], []]
-    copy.edit_manifest(
-        lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=2)
-    )
-    files, weights = copy.check()
-    assert files.findings == []
-    found(
-        weights, f"{LAYER}: quantization_error: w3: worst_expert", "The recorded error", "| 0 | 2"
-    )
-
-
-@pytest.mark.parametrize("with_source", [True, False])
-def test_why_the_family_was_chosen(copy: Damaged, with_source: bool) -> None:
-    copy.edit_manifest(lambda words: words.update(family_chosen_because="model_type mixtral"))
-    files, weights = copy.check(with_source)
-    found(files, "hqconv.json: family_chosen_because", "qwen3_moe", "model_type mixtral")
-    assert (len(files.findings), weights.findings) == (1, [])
-    copy.edit_manifest(
-        lambda words: words.update(hqconv_version="0.0.1")
-    )  # which may have said it in other words
-    assert copy.check(with_source)[0].findings == []
+def test_a_manifest_of_another_form(copy: Damaged) -> None:
+    document = manifest(copy.root)
+    (copy.root / "hqconv.json").write_text(json.dumps(document))
+    assert is_altered(copy.root)
+    without = {key: value for key, value in document.items() if key != "digest"}
+    (copy.root / "hqconv.json").write_text(json.dumps(without, indent=2) + "\n")
+    files, _ = copy.check(with_source=False)
+    found(files, "hqconv.json: digest", DIGEST)
 
 
 @pytest.mark.parametrize(("key", "value"), [("name", "org/other"), ("revision", "b" * 40)])
 def test_a_repo_and_its_commit(copy: Damaged, key: str, value: str) -> None:
-    """As of the Hub: where only one side has a commit, the other is a folder, whose name does not matter."""
     recorded = {"name": "org/model", "revision": "a" * 40}
-    copy.edit_manifest(lambda words: words["source"].update(recorded))
-    for opened_as, count in (
-        (recorded, 0),
-        ({"name": "org/model", "revision": None}, 0),
-        ({**recorded, key: value}, 1),
-    ):
+    copy.edit_manifest(lambda document: document["source"].update(recorded))
+    for opened_as, count in ((recorded, 0), ({**recorded, key: value}, 1)):
         with Artifact(copy.root) as artifact, open_source(copy.source) as source:
-            source.repo_id, source.revision = opened_as["name"], opened_as["revision"]  # type: ignore[misc]
+            source.repo_id, source.revision = opened_as["name"], opened_as["revision"]
             result = check_files(artifact, source, 2)
-        others = [
-            f for f in result.findings if "README.md" not in f.where
-        ]  # the card names the repo
-        assert len(others) == count, (opened_as, result.findings)
-    found(
-        result,
-        f"hqconv.json: source: {key}",
-        "not the one that was converted",
-        recorded[key],
-        value,
-    )
+        assert len(result.findings) == count, (opened_as, result.findings)
+    found(result, f"hqconv.json: source: {key}", recorded[key], value)
 
 
 # --- shards, and files that are listed ---------------------------------------------------------------------
-
-
-def test_a_tensor_in_two_shards(sharded: Damaged) -> None:
-    shards = sorted(path.name for path in sharded.root.glob("model-*.safetensors"))
-    name, first = next(
-        (n, s) for s in shards for n in sharded.tensor_names(s) if "experts" not in n
-    )
-    second = next(shard for shard in shards if shard != first)
-    tensors = load_file(sharded.root / second)
-    tensors[name] = load_file(sharded.root / first)[name] + 1
-    save_file(tensors, sharded.root / second, {"format": "pt"})
-    size = sum(t.nbytes for shard in shards for t in load_file(sharded.root / shard).values())
-    for place in (first, second):
-        index = json.loads((sharded.root / "model.safetensors.index.json").read_bytes())
-        index["weight_map"][name], index["metadata"]["total_size"] = place, size
-        (sharded.root / "model.safetensors.index.json").write_text(json.dumps(index))
-        sharded.reseal()
-        for with_source in (True, False):
-            files, _ = sharded.check(with_source)
-            found(files, f"tensor {name}", "A tensor is in more than one shard", "only", "here too")
-
-
-@pytest.mark.parametrize("metadata", [None, {"format": "tf"}, {"format": "pt", "x": "y"}])
-def test_a_shard_without_its_metadata(copy: Damaged, metadata: dict[str, str] | None) -> None:
-    save_file(load_file(copy.root / "model.safetensors"), copy.root / "model.safetensors", metadata)
-    copy.reseal()
-    files, weights = copy.check()
-    found(files, "model.safetensors: metadata", "A shard's metadata are not a conversion's")
-    assert (len(files.findings), weights.findings) == (1, [])
 
 
 STRAYS = (
@@ -485,7 +294,7 @@ def test_words_of_a_layer_config_that_were_an_internal_error(
     copy.edit_header(copy.path, edit)
     copy.reseal()
     files, weights = copy.check()
-    found(files, f"{copy.path}, metadata w13", "A layer config describes", key)
+    found(files, f"{copy.path}, metadata: w13: {key}")
     found(weights, copy.path, "w13")
 
 
@@ -525,9 +334,9 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Damaged:
     return Damaged(tmp_path / "out", src, SCHEMA)
 
 
-def replant(copy: Damaged, change: str) -> tuple[str, ...]:
+def replant(copy: Damaged, change: str) -> None:
     """Change copied tensors in their shard, with sizes, digests and the manifest made right again."""
-    names = sorted(name for name in manifest(copy.root)["content_sums"] if "layernorm" in name)
+    names = sorted(name for name in manifest(copy.root)["tensors"]["copied"] if "layernorm" in name)
     for path in copy.root.glob("*.safetensors"):
         tensors = load_file(path)
         if names[0] in tensors:
@@ -538,24 +347,10 @@ def replant(copy: Damaged, change: str) -> tuple[str, ...]:
                 {"format": "pt"},
             )
     copy.reseal()
-    return tuple(names)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_copied_tensor_that_is_another_is_found_without_the_source(
-    change: str, either: Damaged
-) -> None:
-    assert check(either.root).passed
+def test_a_copied_tensor_that_is_another(change: str, either: Damaged) -> None:
     assert check(either.root, either.source).passed
-    names = replant(either, change)
-    files, _ = either.check(with_source=False)
-    wanted = (
-        names if change == "exchanged tensors" else names[1:] if change == "a sign" else names[:1]
-    )
-    assert sorted(finding.where.partition("tensor ")[2] for finding in files.findings) == sorted(
-        wanted
-    )
-    assert all("not the one that the conversion read" in finding.what for finding in files.findings)
-    if change == "exchanged tensors":
-        assert files.findings[0].found.endswith(f": the tensor {names[1]}")
+    replant(either, change)
     assert not check(either.root, either.source).passed

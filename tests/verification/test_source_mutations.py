@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +103,12 @@ def test_experts_of_a_stack_in_another_order(base: str, make: Make, tmp_path: Pa
 
     weights = graft(make(base), base, change, tmp_path)
     for role in ("w1", "w3"):
-        found(weights, f"layer {LAYER}, {role} of expert 0", "experts are swapped", "expert 1's")
+        found(
+            weights,
+            f"layer {LAYER}, {role} of expert 0",
+            "experts are swapped",
+            f"{role} of expert 1",
+        )
     found(weights, "tensor " + f"{LAYER}.w13_bias", "w1 of expert 1", "bias of the source")
     assert not [f for f in weights.findings if "w2" in f.where]
 
@@ -166,47 +170,6 @@ def test_a_bias_on_every_rank(make: Make) -> None:
     found(weights, f"{copy.path}, tensor {name}, expert 3", "more than TP rank 0")
 
 
-# --- the manifest's words ----------------------------------------------------------------------------------
-
-
-FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
-
-
-def edit_config(copy: Damaged, **words: object) -> None:
-    path = copy.root / "config.json"
-    config = json.loads(path.read_bytes())
-    config["quantization_config"].update(words)
-    path.write_text(json.dumps(config))
-    copy.reseal()
-
-
-@pytest.mark.parametrize("with_source", [True, False])
-@pytest.mark.parametrize("own", [FP8, None, [], {}])
-def test_the_sources_config_edited_in_the_config(
-    own: object, with_source: bool, make: Make
-) -> None:
-    """What the copied tensors are stored in, for whoever loads them."""
-    copy = make("fp8_blocks")
-    edit_config(copy, source_quantization_config=own)
-    files, weights = copy.check(with_source)
-    found(
-        files, "config.json: quantization_config: source_quantization_config", "does not describe"
-    )
-    assert weights.findings == []
-
-
-@pytest.mark.parametrize("with_source", [True, False])
-def test_the_sources_config_edited_in_both_places(with_source: bool, make: Make) -> None:
-    copy = make("fp8_blocks")
-    copy.edit_manifest(lambda words: words["source"].update(quantization_config=FP8))
-    edit_config(copy, source_quantization_config=FP8)
-    files, _ = copy.check(with_source)
-    if with_source:
-        found(files, "source: quantization_config", "not the one that was converted")
-    else:
-        found(files, f"{LAYER}.0.gate_proj.weight_scale_inv", "contradict each other")
-
-
 def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
     """The same tensors under a config that means something else: not the source that was converted."""
     copy = make("fp8_blocks")
@@ -214,4 +177,4 @@ def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
     config["quantization_config"]["fmt"] = "e5m2"
     copy.source = save(tmp_path / "src", (tensors, config))
     for result in copy.check():
-        found(result, f"source: {LAYER}.0.", "cannot be mapped", "F8_E4M3")
+        found(result, f"source: {LAYER}.0.", "F8_E4M3")

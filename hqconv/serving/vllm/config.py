@@ -1,8 +1,14 @@
-"""vLLM's quantization config of kernel artifacts: methods of the experts' layers, quantization of the other layers."""
+"""vLLM's quantization config of kernel artifacts: methods of the experts' layers, quantization of the other layers.
+
+Layers without experts are quantized by vLLM's own config of the source's `quantization_config`.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,23 +18,73 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
 from vllm.platforms import current_platform
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, first_few
 from hqconv.io.hub import is_commit
-from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
+from hqconv.schemas.artifact_names import CONFIG, FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
-from hqconv.serving.server_compatibility import check_machine, no_layer
-from hqconv.serving.vllm.layer_names import find_layer
-from hqconv.serving.vllm.other_layers import SourceProxy, dense_config
-from hqconv.serving.vllm.refusals import check_alike, no_layers, warn_of_untested
+from hqconv.serving.server_compatibility import check_machine
+from hqconv.serving.vllm.refusals import check_alike, warn_of_untested
+from hqconv.serving.vllm.translation import METHOD, find_layer
 
 logger = logging.getLogger("vllm.hqconv")
+
+
+class SourceProxy(QuantizationConfig):  # type: ignore[misc]
+    """A quantization config that vLLM's model classes take for the source's own one, `dense`, where there is one.
+
+    Model classes build attention and dense layers by the quantization of the checkpoint: they ask
+    `isinstance(quant_config, Fp8Config)` and `quant_config.get_name()`, read attributes such as `weight_block_size`,
+    and set some, such as `use_deep_gemm`. All of this reaches `dense`:
+
+    * `isinstance(proxy, type(dense))` is true, since Python asks an object's `__class__` as well; `type(proxy)` and
+      `isinstance(proxy, SourceProxy)` stay what they are.
+    * An attribute that the proxy lacks is read from `dense`. One that is set is set on both, if `dense` has it.
+    * The proxy's `own_state` is never looked up or set in `dense`.
+
+    Without `dense` it is an ordinary config.
+    """
+
+    own_state: frozenset[str] = frozenset({"dense"})
+    dense: QuantizationConfig | None = None
+    packed_modules_mapping: Any
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        dense = self.__dict__.get("dense")
+        return type(self) if dense is None else type(dense)
+
+    def __getattr__(self, name: str) -> Any:
+        dense = self.__dict__.get("dense")
+        if dense is None or name.startswith("__") or name in type(self).own_state:
+            raise AttributeError(name)
+        return getattr(dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        dense = self.__dict__.get("dense")
+        if dense is not None and name not in type(self).own_state and hasattr(dense, name):
+            setattr(dense, name, value)
+
+    def set_dense(self, dense: QuantizationConfig | None) -> None:
+        """Stand for this config from now on, which gets the names of packed modules that vLLM has set by now."""
+        self.dense = dense
+        self.packed_modules_mapping = self.packed_modules_mapping  # sets that of `dense`, too
+
+    def get_name(self) -> str:
+        """Name of the source's quantization; `hqconv` if the source has none."""
+        return METHOD if self.dense is None else str(self.dense.get_name())
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Mapper of the source's quantization for tensors that stay unread."""
+        return (self.dense or QuantizationConfig).get_checkpoint_weight_mapper()
 
 
 class HqconvConfig(SourceProxy):
@@ -122,7 +178,13 @@ class HqconvConfig(SourceProxy):
                 found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
                 return found or UnquantizedFusedMoEMethod(layer.moe_config)
             if not name or self.loader.claimed.setdefault(name, prefix) != prefix:
-                raise no_layer(self.view, prefix)
+                raise RequestError(
+                    "The artifact has no experts for a layer of the model.",
+                    where=f"{self.view.location.name}: layer {prefix}",
+                    expected=first_few([*self.view.layers]),
+                    found=prefix,
+                    remedy="Convert the whole model with this version of hqconv; if it was, please report the names.",
+                )
             return HqconvMoEMethod(self.loader, self.view, self.view.layers[name], layer)
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
@@ -149,7 +211,13 @@ class HqconvConfig(SourceProxy):
         Raises RequestError if the model created none of the artifact's layers: they would stay unfilled.
         """
         if self.view is not None and not self.loader.claimed and not _is_part_of_model():
-            raise no_layers(self.view)
+            raise RequestError(
+                "The server's model has asked for none of the artifact's experts.",
+                where=self.view.location.name,
+                expected="layers of experts that vLLM's Humming methods can serve",
+                found="none of them, so that their weights would stay random",
+                remedy="Leave --moe-backend at its default, and serve the main model, not a part of it.",
+            )
         return (self.dense or QuantizationConfig).get_cache_scale_mapper()
 
 
@@ -164,3 +232,55 @@ def _is_part_of_model() -> bool:
     """Return whether this process has only some of the model's layers, maybe without experts."""
     config = get_current_vllm_config_or_none()
     return config is None or config.parallel_config.pipeline_parallel_size > 1
+
+
+# Methods that take over a checkpoint of another method, in the order in which vLLM 0.33 tries them
+# (config/model.py, `_verify_quantization`).
+_OVERRIDES = (
+    *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
+    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "mxfp8", "modelopt_mixed"),
+    *("mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+)
+
+
+def dense_config(
+    document: Mapping[str, Any], location: ArtifactLocation, hf_config: Any
+) -> QuantizationConfig:
+    """Create vLLM's config of the source's `quantization_config`. Raises vLLM's errors for an unknown one."""
+    hf_config = _undrafted(location, hf_config)
+    config = {**document, **_heads(document, hf_config)}
+    method = str(config.get("quant_method", ""))
+    for name in _OVERRIDES:
+        override = get_quantization_config(name).override_quantization_method(
+            config, None, hf_config=hf_config
+        )
+        if override is not None:
+            method = override
+            break
+    found = get_quantization_config(method).from_config(config)
+    found.maybe_update_config(location.name, hf_config=hf_config, revision=location.pinned_revision)
+    return found
+
+
+def _undrafted(location: ArtifactLocation, hf_config: Any) -> Any:
+    """Config with the folder's own model_type: vLLM renames it for drafts, and methods are chosen by it."""
+    document = json.loads(location.fetch(CONFIG).read_text(encoding="utf-8"))
+    if hf_config is None or hf_config.model_type == document.get("model_type"):
+        return hf_config
+    own = copy.copy(hf_config)
+    own.model_type = document.get("model_type", hf_config.model_type)
+    return own
+
+
+def _heads(document: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
+    """Entries that vLLM adds for compressed-tensors, so that scales of attention heads are cut for ranks."""
+    if document.get("quant_method") != "compressed-tensors" or hf_config is None:
+        return {}
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    return {
+        "total_num_heads": heads,
+        "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+    }

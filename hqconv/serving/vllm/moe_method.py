@@ -7,7 +7,6 @@ as slices. Nothing else depends on an expert: kernels, their settings and locks 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
 
 from hqconv.artifact.tensor_filler import LoadTarget
+from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
@@ -43,21 +43,13 @@ from hqconv.serving.server_compatibility import (
     check_layer,
     check_rank_file,
     check_ranks,
-    other_model,
     recut,
 )
-from hqconv.serving.vllm.activations import agreed
-from hqconv.serving.vllm.refusals import (
-    check_inputs,
-    check_redundant_experts,
-    check_router,
-    moved_experts,
-    no_deployment,
-    other_cached,
-)
+from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, check_router
+from hqconv.serving.vllm.translation import agreed
 from hqconv.serving.vllm.tuning import remembered
 
-Call = Callable[[], None]
+Callback = Callable[[], None]
 
 _STAMP = "hqconv_sha256"  # buffer uint8 [32]: SHA-256 of the layer's rank file
 
@@ -104,7 +96,12 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         # vLLM's selection knows fewer weight types than the kernels, which are compiled from the stored layer config.
         self.experts_cls = select_humming_moe_experts(moe, kMxfp4Static, None)
         if self.experts_cls is None:
-            raise no_deployment(view, stored, moe.moe_parallel_config)
+            raise RequestError(
+                "There are no Humming experts in vLLM for this deployment.",
+                where=f"{view.location.name}: {stored.name}",
+                found=moe.moe_parallel_config,
+                remedy="Leave VLLM_HUMMING_MOE_GEMM_TYPE unset; VLLM_LOGGING_LEVEL=DEBUG shows why each was left out.",
+            )
 
     @property
     def supports_eplb(self) -> bool:
@@ -147,12 +144,18 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         if not is_weights_pre_processed():
             self._fill()
         elif _stamp_of(layer) != self.file.sha256:
-            raise other_cached(self.view, self.stored.name)
+            raise VerificationError(
+                "The weight cache holds other experts than those of this artifact.",
+                where=f"{self.view.location.name}: {self.stored.name}",
+                expected="the experts of this rank file, by its SHA-256",
+                found="those of another file",
+                remedy="Start the daemon again with this artifact: `vllm preload --model …`.",
+            )
         if self.moe_kernel is not None:
             return
-        self.loader.take_kernels(self.view)
+        tuning = self.loader.install_kernels(self.view)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        with remembered(self.loader.tuning):
+        with remembered(tuning):
             self.moe_kernel = make_humming_moe_kernel(
                 self.moe_quant_config,
                 self.moe,
@@ -183,9 +186,20 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         """
         if self.is_filled:
             if self.moe.moe_parallel_config.enable_eplb:
-                raise moved_experts(self.view, self.stored.name)
+                raise RequestError(
+                    "Experts that may have moved between ranks cannot be loaded again in place.",
+                    where=f"{self.view.location.name}: {self.stored.name}",
+                    expected="a server without --enable-eplb",
+                    found="one that has --enable-eplb",
+                    remedy="Start the server again; of sleep mode use level 1, which keeps the weights.",
+                )
             if _model_of(self.vllm_config) != self.model:
-                raise other_model(self.view, _model_of(self.vllm_config))
+                raise RequestError(
+                    "The experts of another model cannot be loaded into this server.",
+                    where=self.view.location.name,
+                    found=_model_of(self.vllm_config),
+                    remedy="Stop this server, whose weights are incomplete now, and start one with the other artifact.",
+                )
             check_unchanged(self.view)
 
     def _refill(self) -> None:
@@ -251,17 +265,15 @@ def _layer_config(
     view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]
 ) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
-    where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
+    where, entry = f"{view.location.name}: {stored.name}: {gemm}", stored.gemms[gemm]
     spec = stored.layer_spec.of(gemm)
-    check_fingerprint(
-        where, view.humming_version, stored.gemms[gemm].fingerprint, spec, recut(view)
-    )
+    check_fingerprint(where, view.humming_version, entry.fingerprint, spec, recut(view))
     try:
         config = load_layer_config(document)
-        found = {flag: bool(getattr(config, flag)) for flag in stored.gemms[gemm].flags}
+        found = {flag: bool(getattr(config, flag)) for flag in entry.flags}
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         found = {f"{type(error).__name__}: {error}": True}
-    check_flags(where, view.humming_version, here, stored.gemms[gemm].flags, found)
+    check_flags(where, view.humming_version, entry.flags, found)
     return config
 
 
@@ -274,7 +286,7 @@ def _downloading(config: VllmConfig | None) -> dict[str, Any]:
 
 
 def _watch_reloads(
-    layer: RoutedExperts, names_of: Collection[str], before: Call, after: Call
+    layer: RoutedExperts, names_of: Collection[str], before: Callback, after: Callback
 ) -> None:
     """Call `before` when vLLM takes a layer's parameters away to reload the model, `after` when all are back.
 

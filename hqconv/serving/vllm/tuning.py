@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hqconv.serving.warm.gpus import Gpu, facts_here
+from hqconv.kernel_layout.kernel_sources import current_device
 
 _FOLDER = "hqconv-tuning"
 # Arguments of vLLM's request for a table; requests with others are not answered from the cache.
@@ -25,8 +25,11 @@ _ASKED = ("gemm_type", "use_batch_invariant", "use_f16_accum")
 _TEXTS: dict[Path, str] = {}
 
 
-def tuning_key(config: Any, asked: Mapping[str, Any], gpu: Gpu) -> str:
-    """Name of a table: hash of Humming's LayerConfig, the arguments in `_ASKED`, the GPU model, Humming's version."""
+def tuning_key(config: Any, asked: Mapping[str, Any], gpu: Any) -> str:
+    """Name of a table: hash of Humming's LayerConfig, the arguments in `_ASKED`, the GPU model, Humming's version.
+
+    gpu: Humming's device, or anything that has its name, SM version and number of SMs.
+    """
     version = importlib.import_module("humming").__version__
     document = [config.to_str(), dict(asked), gpu.name, gpu.sm_version, gpu.sm_count, version]
     return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
@@ -59,7 +62,7 @@ def remembered(tables: Mapping[str, Any]) -> Iterator[None]:
         if tuple(sorted(asked)) != _ASKED:
             return work_out(layer_config=layer_config, **asked)
         document = {**asked, "gemm_type": getattr(asked["gemm_type"], "value", asked["gemm_type"])}
-        key = tuning_key(layer_config, document, facts_here())
+        key = tuning_key(layer_config, document, current_device())
         found = tables.get(key) or _read(key)
         if not is_table(found):
             found = work_out(layer_config=layer_config, **asked)
