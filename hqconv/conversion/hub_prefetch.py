@@ -69,9 +69,8 @@ class HubPrefetch:
         self._sizes: Mapping[str, int] = {}
         if source is not None and source.listing is not None:
             self._sizes = source.listing.sizes
-            whole = policy.keeps or source.guard.is_held  # whose shards are hashed
             for item in items:
-                names = shards_of(source, item, whole=whole)
+                names = shards_of(source, item, whole=policy.keeps)
                 self._needed[item.name] = [name for name in names if not source.is_here(name)]
         self._uses = Counter(itertools.chain(*self._needed.values()))
         self._queue = deque(self._uses)  # in the order of their first use

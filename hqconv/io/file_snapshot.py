@@ -37,7 +37,7 @@ def _state(status: os.stat_result) -> State:
 class FileSnapshot:
     """States of the files below `root` at their first use, by names relative to it; any thread may use it.
 
-    is_held: the source is an artifact. listed: name → SHA-256, as an artifact's manifest or the Hub lists it.
+    listed: name → SHA-256, as an artifact's manifest or the Hub lists it.
     is_hashing: `check_unchanged` hashes each file, once. digests: name → SHA-256 of the hashed files.
     """
 
@@ -45,7 +45,7 @@ class FileSnapshot:
         self._root = root
         self._paths: dict[str, Path] = {}  # of files outside of `root`
         self._seen: dict[str, os.stat_result] = {}
-        self.is_held = self.is_hashing = False
+        self.is_hashing = False
         self.listed: Mapping[str, str] = {}
         self.digests: dict[str, str] = {}
 

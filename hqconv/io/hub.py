@@ -468,13 +468,6 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise _explain(error, repo_id, revision or "main") from error
 
 
-def is_missing_revision(error: BaseException) -> bool:
-    """Return True for an error of ours because the Hub has no such branch, tag or commit."""
-    from huggingface_hub import errors
-
-    return isinstance(error.__cause__, errors.RevisionNotFoundError)
-
-
 def status_of(error: BaseException | None) -> int | None:
     """Return the HTTP status behind an error of the Hub library, or of ours raised from one; None without any."""
     while error is not None:

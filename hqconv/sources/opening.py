@@ -226,7 +226,7 @@ def _check_against_manifest(source: Source) -> None:
         return
     manifest = read_manifest(source.root, is_sealed=True)
     snapshot, listing = source.guard, source.listing
-    snapshot.is_held = snapshot.is_hashing = True
+    snapshot.is_hashing = True
     snapshot.listed = {
         name: file.sha256 for name, file in manifest.files.items() if name not in COMPANIONS
     }

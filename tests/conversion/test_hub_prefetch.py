@@ -275,7 +275,7 @@ def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None
     server.before = None
     server.mend()
     server.commit = "f" * 40
-    with pytest.raises(OutputError, match="differs from this one in: commit of the source"):
+    with pytest.raises(OutputError, match="differs from this one in: source: revision"):
         run(tmp_path / "out", resume=True)
 
 

@@ -262,7 +262,7 @@ def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
 def test_what_is_left_out_may_change(source: Path, tmp_path: Path) -> None:
     """A trainer goes on to write its log: that is neither another source nor a finding."""
     put("a.log")(source)
-    hqconv.convert(source, tmp_path / "out", **OPTIONS)
+    hqconv.convert(source, tmp_path / "out", **OPTIONS, source_digests=True)
     put("b.log", "checkpoint-2/optimizer.pt")(source)
     assert hqconv.verify(tmp_path / "out", source, device="cpu").passed
     assert hqconv.convert(source, tmp_path / "out", **OPTIONS, update=True).was_finished
