@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         verify,
     )
     from hqconv.artifact.load import RankGemm
-    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushReport
     from hqconv.conversion.stages import Progress
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
 
 __all__ = [
-    "AllocationReport",
     "ConversionPlan",
     "ConversionReport",
     "HqconvError",
@@ -69,7 +67,6 @@ __all__ = [
     "verify",
 ]
 _MODULES = {  # of names that are not functions of `api`
-    "AllocationReport": "conversion.allocate",
     "ConversionPlan": "planning.plan",
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",

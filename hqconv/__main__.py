@@ -1,18 +1,70 @@
-"""The command `hqconv`, also as `python -m hqconv`: it listens to signals before it loads anything else."""
+"""The command `hqconv`, also as `python -m hqconv`: signals are handled before anything else is loaded.
 
-from hqconv.cli.interrupt import leave, listen
+A signal unwinds the main thread, which closes files and removes temporary folders; the next one ends the process at
+once. No file has its final name before it is complete.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from contextlib import suppress
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MESSAGE = (
+    "Interrupted. Incomplete files are marked .partial: run the same command again; "
+    "`convert` goes on with --resume, or begins anew with --overwrite."
+)
+
+
+def listen() -> None:
+    """Let each signal end the process with 128 and its number; ignored ones stay ignored (background jobs, nohup)."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
+def open_streams() -> None:
+    """Open /dev/null for the standard streams that are closed, so that no other file gets their descriptors."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the life of the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+
+
+def run() -> int:
+    """Run the command of the command line; return its exit code."""
+    code: object = 0
+    try:
+        listen()
+        open_streams()
+        from hqconv.cli.app import main
+
+        main()
+    except SystemExit as end:
+        code = end.code
+    with suppress(OSError, ValueError):  # nobody reads
+        if isinstance(code, int) and code > 128:
+            print(MESSAGE, file=sys.stderr)
+        sys.stdout.flush()
+    return code if isinstance(code, int) else 0
 
 
 def main() -> None:
-    """Entry point of the `hqconv` command; does not return."""
-    listen()
-    from hqconv.cli.app import main as run
-
-    try:
-        run()
-    except SystemExit as end:
-        leave(end.code)
-    leave(0)
+    """Entry point of the `hqconv` command; does not return. Nothing is torn down: that takes torch a second."""
+    code = run()
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ What is none of these is a bug of hqconv and ends with EXIT_BUG; a signal ends w
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
 
 NUM_SHOWN = 5  # names that a message lists
 _MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
@@ -38,9 +37,8 @@ def printable(text: str) -> str:
     went through once stays as it is.
     """
     text = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return _shortened(
-        _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … "
-    )
+    text = _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text)
+    return _shortened(text, _MAX_TEXT)
 
 
 def printable_line(text: str) -> str:
@@ -48,10 +46,10 @@ def printable_line(text: str) -> str:
     return printable(text.replace("\n", "\\n"))
 
 
-def _shortened(text: str, most: int, gap: str = "…") -> str:
+def _shortened(text: str, most: int) -> str:
     """The text without its middle, where it has more than `most` characters."""
-    end = (most - len(gap)) // 2
-    return text if len(text) <= most else f"{text[: most - len(gap) - end]}{gap}{text[-end:]}"
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -79,10 +77,11 @@ def short_text(value: object) -> str:
 
 def number_text(value: float, other: float | None = None) -> str:
     """Format a number with four significant digits, or with as many as distinguish it from `other`."""
-    if other is None or value == other:
-        return f"{value:.4g}"
-    texts = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
-    return next((text for text, of_other in texts if text != of_other), repr(value))
+    for digits in range(4, 18):
+        text = f"{value:.{digits}g}"
+        if other is None or value == other or text != f"{other:.{digits}g}":
+            return text
+    return repr(value)
 
 
 def value_texts(expected: object, found: object) -> tuple[str, str]:
@@ -99,6 +98,12 @@ def value_texts(expected: object, found: object) -> tuple[str, str]:
 def plural(count: int, noun: str, several: str | None = None) -> str:
     """Format a number of things: `1 file`, `2 files`. several: the plural of a noun that takes more than an s."""
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
+def close_to(text: str, known: Iterable[str]) -> str:
+    """Return `Did you mean mxfp4?` for the known name most like `text`; "" where none is close."""
+    close = difflib.get_close_matches(text, [*known], 1)
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 class HqconvError(Exception):
@@ -124,16 +129,14 @@ class HqconvError(Exception):
 
     def message(self) -> str:
         """The parts that were given, one to a line, in a fixed order; nothing in them can change a terminal."""
-        lines = [printable_line(self.what)]
-        for label, text in (
-            ("where", self.where),
-            ("expected", self.expected),
-            ("found", self.found),
-            ("what to do", self.remedy),
-        ):
-            if text:
-                lines.append(f"  {label}: {printable_line(text)}")
-        return "\n".join(lines)
+        texts = {
+            "where": self.where,
+            "expected": self.expected,
+            "found": self.found,
+            "what to do": self.remedy,
+        }
+        lines = [f"  {label}: {printable_line(text)}" for label, text in texts.items() if text]
+        return "\n".join([printable_line(self.what), *lines])
 
 
 class VerificationError(HqconvError):

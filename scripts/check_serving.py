@@ -248,7 +248,7 @@ def real_model(args: argparse.Namespace, work: Path) -> list[str]:
     """Convert and serve a real model in each schema, and as it is; perplexities must be `hqconv evaluate`'s."""
     import transformers
 
-    text = read_text(transformers, args.model, [args.text], NUM_HELD_OUT)
+    text = read_text(transformers, args.model, args.text, NUM_HELD_OUT)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     job: dict[str, Any] = {
         "prompts": [tokenizer(PROMPT)["input_ids"]],

@@ -5,22 +5,21 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv import api
-from hqconv.cli.app import app
-from hqconv.cli.options import OPTIONS
 from hqconv.conversion.stages import Progress
-from hqconv.errors import InputError, RequestError
-from hqconv.schemas.options import conversion_options
+from hqconv.errors import RequestError
+from hqconv.schemas import options
+from hqconv.schemas.options import ConversionArguments, RunOptions
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from tests.make.command import call
 from tests.make.conversions import manifest
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -42,45 +41,64 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-REFUSED: list[tuple[str, Any, str]] = [
-    ("tp", 0, "--tp"),
-    ("tp", True, "--tp"),  # a manifest with "tp": true is damaged
-    ("tp", 2.0, "--tp"),
-    ("tp", "2", "--tp"),
-    ("ep", -1, "--ep"),
-    ("redundant_experts", -1, "--redundant-experts"),
-    ("expert_placement", "spread", "--expert-placement"),
-    ("layout", "kernels", "--layout"),
-    ("dtype", "float8", "--dtype"),
-    ("dtype", "float32", "--dtype"),
-    ("input_schema", "a8", "--input-schema"),
-    ("max_memory", "much", "--max-memory"),
-    ("max_memory", -5, "--max-memory"),
-    ("max_memory", 0, "--max-memory"),
-    ("max_gpu_memory", "0GB", "--max-gpu-memory"),
-    ("cache_limit", 0, "--cache-limit"),
-    ("max_memory", "9" * 320 + "GiB", "--max-memory"),
-    ("dtype", "", "--dtype"),
-    ("max_gpu_memory", "much", "--max-gpu-memory"),
-    ("device", "tpu", "--device"),
-    ("device", torch.device("meta"), "--device"),
-    ("target", "h10", "--target"),
-    ("target", 91, "--target"),
-    ("schema", "int99", "--schema"),
-]
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # A manifest with "tp": true would be damaged.
+    "tp": (0, True, 2.0, "2", math.nan),
+    "ep": (-1,),
+    "redundant_experts": (-1,),
+    "calibrate_tokens": (1,),
+    "threads": (0, -1, "1", 10**6, True),
+    "expert_placement": ("spread",),
+    "layout": ("kernels", None),
+    "dtype": ("float8", "float32", ""),
+    "input_schema": ("a8",),
+    "max_memory": ("much", -5, 0, "9" * 320 + "GiB"),
+    "max_gpu_memory": ("much", "0GB", 0),
+    "cache_limit": (0,),
+    "device": ("tpu", torch.device("meta")),
+    "target": ("h10", 91),
+    "schema": ("int99",),
+}
 
 
-@pytest.mark.parametrize(("name", "value", "where"), REFUSED, ids=lambda value: repr(value)[:20])
-def test_what_cannot_be_asked_for(
-    name: str, value: Any, where: str, model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        hqconv.convert(model, tmp_path / "out", **{**OPTIONS_OF, name: value})
-    assert where in caught.value.where
-    assert not (tmp_path / "out").exists()
-    if name in inspect.signature(hqconv.plan).parameters:
-        with pytest.raises(RequestError):
-            hqconv.plan(model, **{**OPTIONS_OF, name: value})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_asked_for(name: str, model: Path, tmp_path: Path) -> None:
+    functions = [hqconv.convert, hqconv.plan if name in CONVERSION else hqconv.convert]
+    for value in REFUSED[name]:
+        if value is None:  # it is not given
+            assert hqconv.plan(model, **{**OPTIONS_OF, name: value}).spec.layout == "kernel"
+            continue
+        for function in functions:
+            with pytest.raises(RequestError) as caught:
+                function(model, **{**OPTIONS_OF, name: value})
+            assert f"--{name.replace('_', '-')}" in caught.value.where
+    with pytest.raises(TypeError, match="nothing_known"):
+        hqconv.convert(model, **OPTIONS_OF, nothing_known=1)
+    with pytest.raises(RequestError, match="No schema is named"):
+        hqconv.plan(model)
+
+
+CONVERSION, RUN = (
+    {option.name: option for option in fields(kind)} for kind in (ConversionArguments, RunOptions)
+)
+
+
+def test_the_options_are_typed_and_described() -> None:
+    """The keyword arguments are the fields, and closed choices are `Literal` types."""
+    for declared, keywords in (
+        (CONVERSION, options.ConversionKeywords),
+        (RUN, options.RunKeywords),
+    ):
+        hints = get_type_hints(keywords)
+        assert hints.keys() == declared.keys()
+        for name, option in declared.items():
+            kinds = (hints[name], *get_args(hints[name]))
+            choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+            assert option.metadata.get("choices", ()) == choices
+            assert option.metadata["help"].endswith((".", "]"))
+    arguments = ConversionArguments()
+    assert get_type_hints(ConversionArguments).keys() == CONVERSION.keys()
+    assert (arguments.tp, arguments.layout, arguments.overrides) == (1, "kernel", ())
 
 
 @pytest.mark.parametrize(
@@ -121,21 +139,10 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
 )
 def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
     """They would be written into the manifest as they are."""
-    words = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
+    known = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
     with pytest.raises(RequestError) as caught:
-        WeightSchema(**{**words, field: value})
+        WeightSchema(**{**known, field: value})
     assert caught.value.where == field
-
-
-def test_a_source_that_may_not_be_looked_at(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(InputError, match="cannot be read"):
-        hqconv.convert(model, tmp_path / "out", **OPTIONS_OF)
 
 
 RECIPE = """
@@ -153,66 +160,33 @@ def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "recipe.toml"
     config.write_text(RECIPE)
     hqconv.convert(model, tmp_path / "out", config=config, tp=1, target=None, device="cpu")
-    words = manifest(tmp_path / "out")
-    assert (words["schema_name"], words["tp"], words["target"]) == ("int4-g64", 1, "sm90")
-    assert words["blocks"][LAYER]["schema_name"] == "fp8"
-    command = [
-        "convert",
-        str(model),
-        "--config",
-        str(config),
-        "--tp",
-        "1",
-        "-o",
-        str(tmp_path / "same"),
-    ]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    made = manifest(tmp_path / "out")
+    assert (made["schema_name"], made["tp"], made["target"]) == ("int4-g64", 1, "sm90")
+    assert made["blocks"][LAYER]["schema_name"] == "fp8"
+    done = call("convert", model, "--config", config, "--tp", 1, "-o", tmp_path / "same")
+    assert done.exit_code == 0
     assert snapshot(tmp_path / "same") == snapshot(tmp_path / "out")
     assert hqconv.plan(model, config=str(config)).spec.grid.tp == 2
-    assert (
-        hqconv.plan(model, config=config, schema="mxfp8", overrides=()).spec.schema.name == "mxfp8"
-    )
+    plan = hqconv.plan(model, config=config, schema="mxfp8", overrides=())
+    assert plan.spec.schema.name == "mxfp8"
     assert hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name == "mxfp4"
-
-
-def test_a_recipe_without_a_schema(model: Path, tmp_path: Path) -> None:
-    config = tmp_path / "recipe.toml"
     config.write_text('target = "sm90"')
     with pytest.raises(RequestError, match="No schema is named"):
         hqconv.plan(model, config=config)
-    assert hqconv.plan(model, config=config, schema="int4").spec.target.name == "sm90"
     with pytest.raises(RequestError, match="cannot be read"):
         hqconv.plan(model, config=tmp_path / "none.toml")
 
 
 def test_a_report_is_shown_on_one_line(model: Path, made: Path) -> None:
-    plan, verified = (
-        hqconv.plan(model, schema="int4", target="sm90"),
-        hqconv.verify(made, model, device="cpu"),
-    )
+    plan = hqconv.plan(model, schema="int4", target="sm90")
     report = hqconv.convert(model, made, **OPTIONS_OF, resume=True)
+    verified = hqconv.verify(made, model, device="cpu")
     gemms = hqconv.load(made, layer=LAYER).values()
-    parts = [*plan.layers, *plan.units, plan.units[0].files[0], plan.layers[0].layer]
-    for value in [plan, report, verified, *parts, *verified.results, *gemms]:
+    for value in [plan, *plan.layers, *plan.units, report, verified, *verified.results, *gemms]:
         text = repr(value)
         assert len(text) < 200 + len(str(made)), text
         assert "\n" not in text
         assert type(value).__name__ in text
-    assert str(made) in repr(report)
-    assert "passed (files pass, weights pass, kernel skipped)" in repr(verified)
-
-
-def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
-    told: list[Progress] = []
-    hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, threads=4, progress=told.append)
-    done = [progress.done_bytes for progress in told]
-    assert done == sorted(done)
-    assert (
-        done[-1]
-        == told[-1].total_bytes
-        == hqconv.plan(model, schema="int4", target="sm90").num_bytes_read
-    )
-    assert told[-1].num_groups_done == told[-1].num_groups
 
 
 def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
@@ -222,22 +196,21 @@ def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
         pass
 
     def stop(progress: Progress) -> None:
-        if progress.num_groups_done:
+        if progress.num_units_done:
             raise EnoughError
 
     with pytest.raises(EnoughError):
         hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, progress=stop)
-    assert hqconv.inspect(tmp_path / "out")["kind"] == "unfinished"
-    report = hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, resume=True)
-    assert report.num_groups_resumed > 0
+    told: list[Progress] = []
+    report = hqconv.convert(
+        model, tmp_path / "out", **OPTIONS_OF, resume=True, progress=told.append
+    )
+    assert report.num_units_resumed > 0
+    assert (told[-1].done_bytes, told[-1].num_units_done) == (
+        told[-1].total_bytes,
+        told[-1].num_units,
+    )
     assert snapshot(tmp_path / "out") == snapshot(made)
-
-
-def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
-    callbacks = {"on_plan", "progress"}
-    callbacks |= {"overrides"}  # of --config
-    for function in (hqconv.plan, hqconv.convert, hqconv.verify, hqconv.inspect):
-        assert set(inspect.signature(function).parameters) - set(OPTIONS) <= callbacks
 
 
 def test_all_of_it_is_typed_and_told() -> None:
@@ -245,24 +218,14 @@ def test_all_of_it_is_typed_and_told() -> None:
     for name in (name for name in hqconv.__all__ if name.islower() and name != "__version__"):
         function = getattr(hqconv, name)
         assert function is getattr(api, name)
-        missing = [
-            p
-            for p in inspect.signature(function).parameters
-            if not re.search(rf"\b{p}\b", function.__doc__)
-        ]
-        assert missing == []
-        assert "return" in function.__annotations__
-        assert set(function.__annotations__) - {"return"} == set(
-            inspect.signature(function).parameters
-        )
+        parameters = inspect.signature(function).parameters
+        assert set(function.__annotations__) - {"return"} == parameters.keys()
+        missing = [p for p in parameters if not re.search(rf"\b{p}\b", function.__doc__)]
+        assert missing == [], name
 
 
-def test_the_types_are_public_and_come_when_asked_for(made: Path) -> None:
-    assert isinstance(hqconv.verify(made, checks=["files"]), hqconv.VerificationReport)
-    assert isinstance(resolve_schema("int4"), hqconv.WeightSchema)
-    assert issubclass(RequestError, hqconv.HqconvError)
-    for name in hqconv.__all__:
-        assert getattr(hqconv, name) is not None
+def test_everything_public_comes_when_asked_for() -> None:
+    assert all(getattr(hqconv, name) is not None for name in hqconv.__all__)
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:77"])
@@ -271,13 +234,12 @@ def test_no_such_device_to_load_to(device: str, made: Path) -> None:
         hqconv.load(made, layer=LAYER, device=device)
 
 
-@pytest.mark.parametrize(
-    "call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)]
-)
-def test_a_folder_has_no_revisions(call: Any, model: Path, made: Path) -> None:
+def test_a_folder_has_no_revisions(model: Path, made: Path) -> None:
     for folder in (model, made):
         with pytest.raises(RequestError, match="no revisions"):
-            call(folder, revision="main")
+            hqconv.inspect(folder, revision="main")
+        with pytest.raises(RequestError, match="no revisions"):
+            hqconv.convert(folder, **OPTIONS_OF, revision="main")
 
 
 def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_path: Path) -> None:
@@ -287,56 +249,3 @@ def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_pa
     assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
     (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
     assert not hqconv.verify(tmp_path).passed
-
-
-def numbers() -> list[tuple[str, str]]:
-    """Function and parameter of each number of the public functions."""
-    functions = (
-        name
-        for name in ("describe_plan", "warm", *hqconv.__all__)
-        if inspect.isfunction(getattr(api, name, 0))
-    )
-    return [
-        (function, name)
-        for function in functions
-        for name, parameter in inspect.signature(getattr(api, function)).parameters.items()
-        if re.search(r"\b(int|float)\b", str(parameter.annotation))
-        and "str" not in str(parameter.annotation)
-        if name not in conversion_options()  # REFUSED has those
-    ]
-
-
-@pytest.mark.sampled(40)
-@pytest.mark.parametrize(("function", "name"), numbers())
-def test_numbers_are_checked_at_the_door(function: str, name: str, tmp_path: Path) -> None:
-    """Before anything is opened; so it does not matter that there is no model."""
-    called = getattr(api, function)
-    needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
-    arguments = {p.name: tmp_path / "none" for p in needed}
-    bad: list[Any] = [
-        -1,
-        "x",
-        "1",
-        b"1",
-        math.nan,
-        math.inf,
-        -math.inf,
-        10**5000,
-        -(10**5000),
-        True,
-    ]
-    bad += [1.5] if "int" in str(inspect.signature(called).parameters[name].annotation) else []
-    for value in (
-        bad if name not in ("layers", "tokens") else [*bad, [-1], [1, "2"], [[1]], [1.5], 1]
-    ):
-        with pytest.raises(RequestError) as error:
-            called(**{**arguments, name: value})
-        assert error.value.where == api._FLAGS.get(name, f"--{name.replace('_', '-')}")
-
-
-def test_numbers_of_other_types_are_numbers(made: Path) -> None:
-    layer = "model.layers.0.mlp.experts"
-    assert hqconv.load(made, layer=layer, tp_rank=np.int64(0)).keys() == {"w13", "w2"}
-    assert hqconv.verify(
-        made, checks=["files"], max_error=1, threads=np.uint8(1), layers={0}
-    ).passed

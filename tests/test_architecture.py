@@ -85,9 +85,8 @@ ONLY_IN = {
     ),
     "gguf": ("hqconv.gguf.header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
-    "typer": tuple(
-        f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")
-    ),
+    "re2": ("hqconv.formats.quant_config",),
+    "typer": tuple(f"hqconv.cli.{name}" for name in ("app", "command", "output")),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress_bar")),
 }
 # The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code

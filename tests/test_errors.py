@@ -39,24 +39,15 @@ def test_lines() -> None:
     assert printable_line("two\nlines") == "two\\nlines"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("x" * 200, "x" * 200),
-        ("a" * 100 + "-" + "b" * 100, "a" * 100 + "…" + "b" * 99),
-        (
-            "a" * 1000 + " " + "b" * 1000,
-            "a" * 100 + "…" + "a" * 99 + " " + "b" * 100 + "…" + "b" * 99,
-        ),
-        ("/" + "/".join(["d" * 150] * 9), "/" + "/".join(["d" * 150] * 9)),
-        ("\x1b" * 100, "\\x1b" * 25 + "…" + "1b" + "\\x1b" * 24 + "\\x1b"),
-    ],
-)
-def test_long_words_lose_their_middle(text: str, shown: str) -> None:
-    assert len(printable("x" * 5000)) == 200
-    if "\x1b" not in text:
-        assert printable(text) == shown
-    assert all(len(word) <= 200 for word in re.split(r"[\s/]", printable(text)))
+def test_long_words_lose_their_middle() -> None:
+    shown = {
+        "x" * 200: "x" * 200,
+        "a" * 100 + "-" + "b" * 100: "a" * 100 + "…" + "b" * 99,
+        "/" + "/".join(["d" * 150] * 9): "/" + "/".join(["d" * 150] * 9),
+    }
+    assert {text: printable(text) for text in shown} == shown
+    words = re.split(r"[\s/]", printable("\x1b" * 100 + " " + "b" * 5000))
+    assert [len(word) for word in words] == [200, 200]
 
 
 def test_long_texts_lose_their_middle() -> None:
@@ -64,7 +55,7 @@ def test_long_texts_lose_their_middle() -> None:
     assert len(text) == 4000
     assert text.startswith("word word ")
     assert text.endswith(" word end")
-    assert " … " in text
+    assert "…" in text
 
 
 @given(
@@ -101,15 +92,6 @@ def test_a_message_is_printable_and_its_parts_are_as_they_were() -> None:
     assert printable(message) == message  # as the command line does once more
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_an_error_in_the_words_of_another(name: str) -> None:
-    text, shown = SHOWN[name]
-    inner = InputError("There is nothing.", where=text)
-    outer = InputError(inner.what, where=inner.where, found=inner.message())
-    assert outer.message().split("\n")[1] == f"  where: {shown}"
-    assert outer.message().count(shown) == 2
-
-
 def test_numbers_of_an_error_have_few_digits() -> None:
     error = InputError(
         "A scale is wrong.", expected=0.1234567890123456, found=3.0000000000000004e-12
@@ -118,18 +100,12 @@ def test_numbers_of_an_error_have_few_digits() -> None:
     assert value_texts(12345678, "0.123456789") == ("12345678", "0.123456789")  # a count, a text
 
 
-@pytest.mark.parametrize(
-    ("value", "other", "text"),
-    [
-        (0.15000001, 0.15, "0.15000001"),
-        (0.15, 0.15, "0.15"),
-        (2 / 3, None, "0.6667"),
-        (1.0, 1.0 + 2**-52, "1"),
-    ],
-)
-def test_a_number_is_told_from_another(value: float, other: float | None, text: str) -> None:
-    assert number_text(value, other) == text
-    assert other is None or value == other or number_text(value, other) != number_text(other, value)
+def test_a_number_is_told_from_another() -> None:
+    assert number_text(2 / 3) == "0.6667"
+    assert value_texts(0.15, 0.15) == ("0.15", "0.15")
+    assert value_texts(0.15, 0.15000001) == ("0.15", "0.15000001")
+    first, second = value_texts(1.0, 1.0 + 2**-52)
+    assert first != second
 
 
 def test_plurals() -> None:

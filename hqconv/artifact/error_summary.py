@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hqconv.errors import RequestError
-
 # Count in the manifest, per projection → name of its sum over layers and projections.
 _COUNTS = {
     "num_experts_requantized": "num_matrices",
@@ -64,15 +62,25 @@ def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     return dict(totals)
 
 
-def check_max_error(limit: float | None) -> None:
-    """Raise RequestError for a limit that is no error: negative, infinite or no number."""
-    if limit is not None and not (math.isfinite(limit) and limit >= 0):
-        raise RequestError(
-            "The largest error is no number of that kind.",
-            where="--max-error",
-            expected="0 or more, such as 0.15",
-            found=str(limit),
-        )
+def over_limits(
+    errors: Mapping[str, Mapping[str, Any]],
+    evaluation: Mapping[str, Any] | None,
+    max_error: float | None,
+    max_kl: float | None,
+) -> dict[str, Any]:
+    """Return `over_max_error`, the projections above the limit, and `over_max_kl`, whether the mean divergence is.
+
+    None is no limit. What cannot be judged is above every limit: an error or a divergence that is no number, and a
+    divergence without an evaluation.
+    """
+    is_over = False
+    if max_kl is not None:
+        mean = None if evaluation is None else evaluation["kl"]["mean"]
+        is_over = not isinstance(mean, int | float) or not mean <= max_kl
+    return {
+        "over_max_error": [] if max_error is None else over_limit(errors, max_error),
+        "over_max_kl": is_over,
+    }
 
 
 def over_limit(errors: Mapping[str, Mapping[str, Any]], limit: float) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def _recorded_tensors(artifact: Artifact) -> dict[str, TensorRef]:
 
 
 def _tensors_of(layer: MoeLayer) -> Iterator[TensorRef]:
-    for parts in layer.parts.values():
+    for parts in layer.slices.values():
         for part in parts.values():
             for expert in range(1 if part.is_stacked else layer.num_experts):
                 name = part.template.format(expert=expert)
@@ -167,7 +167,7 @@ def _recorded_experts(
 
 
 def _is_known_by_names(layer: MoeLayer) -> bool:
-    templates = [part.template for parts in layer.parts.values() for part in parts.values()]
+    templates = [part.template for parts in layer.slices.values() for part in parts.values()]
     is_inside = any(template.startswith(f"{layer.name}.") for template in templates)
     return is_inside or layer.format.of("w2").encoding not in KNOWN_BY_SOURCE
 

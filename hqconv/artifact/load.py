@@ -16,7 +16,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import check_digests as check_digests_of
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.io.host_buffers import host_buffer
 from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config

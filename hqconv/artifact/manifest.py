@@ -25,10 +25,10 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, LayerSpec, inputs_of
-from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
     MAX_LIST_BYTES,
+    close_file,
     found_at,
     parse_json,
     read_regular,

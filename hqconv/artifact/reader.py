@@ -228,8 +228,8 @@ class Artifact:
             dtype=layer.source_dtype,
             pads_last_rank=family.pads_last_rank,
             format=source,
-            words=dict(family.projections),
-            parts=parts,
+            projection_names=dict(family.projections),
+            slices=parts,
             sources=(),
             activation=self.activation_of(name),
         )

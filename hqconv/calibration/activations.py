@@ -53,14 +53,11 @@ def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor
         linear = activation.linear_beta
         wide = up if linear is None else linear * torch.tanh(up / linear)
         return _given(beta) * torch.tanh(gate / _given(beta)) * torch.sigmoid(gate) * wide
-    if kind == "clamp":  # transformers: modeling_deepseek_v4.py (_apply_gate)
-        return _ELEMENTWISE[function](gate.clamp(max=_given(limit))) * up.clamp(
-            -_given(limit), limit
-        )
-    if kind == "bound":  # transformers: modeling_step3p7.py (_apply_gate)
-        return _ELEMENTWISE[function](gate).clamp(max=_given(limit)) * up.clamp(
-            -_given(limit), limit
-        )
+    if kind in ("clamp", "bound"):
+        up = up.clamp(-_given(limit), limit)
+        if kind == "clamp":  # transformers: modeling_deepseek_v4.py (_apply_gate)
+            return _ELEMENTWISE[function](gate.clamp(max=limit)) * up
+        return _ELEMENTWISE[function](gate).clamp(max=limit) * up  # modeling_step3p7.py
     if kind == "shift":  # vLLM: moondream3.py (Moondream3TextMoE.forward)
         return _ELEMENTWISE[function](gate) * (up + _given(beta))
     return _ELEMENTWISE[name](gate) * up

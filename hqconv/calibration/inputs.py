@@ -1,13 +1,15 @@
 """Inputs of a model's experts over a text: transformers runs the source, one layer's weights at a time.
 
-Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size, B sequences.
+Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size, K input columns of a GEMM,
+B sequences.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,9 +20,8 @@ import torch
 from torch import nn
 
 from hqconv.calibration.activations import activate
-from hqconv.calibration.forward_pass import Stream
-from hqconv.calibration.gptq import Products
-from hqconv.calibration.streamed_model import StreamedModel
+from hqconv.calibration.gptq import InputProducts
+from hqconv.calibration.streamed_model import Stream, StreamedModel
 from hqconv.calibration.transformers_model import (
     Text,
     folder_of,
@@ -29,144 +30,157 @@ from hqconv.calibration.transformers_model import (
     read_text,
     running,
 )
-from hqconv.errors import RequestError, plural
+from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of a calibration
-_HELD_EVERY = 4  # of so many sequences one is held back for choices
+_VALIDATION_EVERY = 4  # of so many sequences one is for validation
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
 _ROWS = 4096  # tokens whose products are summed at once
 _REMEDY = "Convert without --calibrate."
 
+Weights = Mapping[str, torch.Tensor]  # w1 (if gated), w3 and w2, and biases b1 and b3
+
+
+# --- the inputs of one layer
+
 
 @dataclass(frozen=True, eq=False)
-class LayerInputs:
+class ExpertActivations:
     """Inputs of a layer's experts: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
 
-    The weight of a choice that is no expert of the layer is 0. held: bool [T], tokens that are held back for choices.
-    power: float32 [T], each token's squared norm of the hidden state that the layer gives.
+    The weight of a choice that is no expert of the layer is 0. is_validation: bool [T], tokens for choices between
+    solutions. power: float32 [T], each token's squared norm of the hidden state that the layer gives.
     """
 
     x: torch.Tensor
     experts: torch.Tensor
     weights: torch.Tensor
-    held: torch.Tensor
+    is_validation: torch.Tensor
     power: torch.Tensor
 
     @cached_property
-    def of_hidden(self) -> Products:
-        """Return the products of x, one for all experts: each token counts with the squares of its weights."""
-        power = self.weights.float().square().sum(1)
-        fit, held = (
-            _products(lambda some: [self._rows(some)], tokens, power[tokens])
-            for tokens in (part.nonzero().view(-1) for part in (~self.held, self.held))
-        )
-        return Products(fit, held)
+    def hidden_products(self) -> InputProducts:
+        """Products of x, the input of w13, for all experts: each token counts with the squares of its weights."""
+        shares = self.weights.float().square().sum(1)
 
-    def of_intermediate(
+        def products(mask: torch.Tensor) -> torch.Tensor:
+            tokens = mask.nonzero().view(-1)
+            total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+            for some, share in _in_chunks(tokens, shares[tokens]):
+                x = self._rows(some)
+                total = total + _weighted_product(x, share, x)
+            return total.nan_to_num(0.0, 0.0, 0.0).unsqueeze(0)
+
+        return InputProducts(products(~self.is_validation), products(self.is_validation))
+
+    def intermediate_products(
         self,
-        numbers: Sequence[int],
-        values: Mapping[str, torch.Tensor],
+        experts: Sequence[int],
+        weights: Weights,
         activation: Activation,
-        quantized: Mapping[str, torch.Tensor] | None = None,
-    ) -> Products:
+        quantized: Weights | None = None,
+    ) -> InputProducts:
         """Return the products of what w2 of some experts is given, [E, I, I].
 
-        values: the experts' w1 (if gated) and w3, [E, I, H], and biases b1 and b3, [E, I], of the source. quantized:
-        w1 and w3 as they will be; then w2 is given what these compute, and the products know the difference. Of an
-        expert with few tokens the products are blended towards their diagonal; of one without any they are a unit's.
+        weights: stacks of the source, in the experts' order. quantized: w1 and w3 as they will be; then w2 is given
+        what these compute, and the products have drifts. Of an expert with few tokens the products are blended towards
+        their diagonal; of one without any they are a unit's.
         """
-        found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        others = {**values, **(quantized or {})}
-        for place, expert in enumerate(numbers):
-            own, other = (
-                {role: one[place].float() for role, one in w.items() if role != "w2"}
-                for w in (values, others)
-            )
-
-            def rows_of(
-                tokens: torch.Tensor, own: Any = own, other: Any = other
-            ) -> list[torch.Tensor]:
-                rows = self._hidden(other, activation, tokens)
-                return (
-                    [rows]
-                    if quantized is None
-                    else [rows, self._hidden(own, activation, tokens) - rows]
-                )
-
+        fit, validation = [], []
+        for index, expert in enumerate(experts):
+            own = {name: stack[index].float() for name, stack in weights.items() if name != "w2"}
+            changed = None
+            if quantized is not None:
+                changed = own | {name: stack[index].float() for name, stack in quantized.items()}
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
-            power, held = self.weights[token, choice].float().square(), self.held[token]
-            for part, into in zip((~held, held), found, strict=True):
-                into.append(_blended(_products(rows_of, token[part], power[part]), int(part.sum())))
-        fit, held_back = (torch.stack(one, 1) for one in found)
-        return Products(fit[0], held_back[0], None if quantized is None else (fit[1], held_back[1]))
+            share = self.weights[token, choice].float().square()
+            mask = self.is_validation[token]
+            fit.append(self._expert_products(token[~mask], share[~mask], activation, own, changed))
+            validation.append(
+                self._expert_products(token[mask], share[mask], activation, own, changed)
+            )
+        products = [torch.stack([pair[0] for pair in pairs]) for pairs in (fit, validation)]
+        if quantized is None:
+            return InputProducts(*products)
+        drifts = [torch.stack([pair[1] for pair in pairs]) for pairs in (fit, validation)]
+        return InputProducts(*products, *drifts)
+
+    def _expert_products(
+        self,
+        tokens: torch.Tensor,
+        shares: torch.Tensor,
+        activation: Activation,
+        own: Weights,
+        changed: Weights | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an expert's products of w2's input, and the drift of this under changed weights, [I, I] each."""
+        products = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        drift = products
+        for some, share in _in_chunks(tokens, shares):
+            hidden = self._hidden(own, activation, some)
+            x = hidden if changed is None else self._hidden(changed, activation, some)
+            products = products + _weighted_product(x, share, x)
+            if changed is not None:
+                drift = drift + _weighted_product(hidden - x, share, x)
+        products, drift = products.nan_to_num(0.0, 0.0, 0.0), drift.nan_to_num(0.0, 0.0, 0.0)
+        num_tokens, diagonal = len(tokens), products.diagonal()
+        if not num_tokens:
+            diagonal = torch.ones_like(diagonal)
+        blend = num_tokens / (num_tokens + _FEW_TOKENS)
+        return blend * products + (1 - blend) * torch.diag(diagonal), blend * drift
 
     def output_errors(
-        self,
-        expert: int,
-        values: Mapping[str, torch.Tensor],
-        other: Mapping[str, torch.Tensor],
-        activation: Activation,
+        self, expert: int, weights: Weights, changed: Weights, activation: Activation
     ) -> torch.Tensor:
-        """Return what other weights of w13, and of w2, change in an expert's output, float64 [2].
+        """Return what changed weights of w13, and of w2, change in an expert's output, float64 [2].
 
         Over all tokens: the sum of the squared difference, times the squared router weight, over `power`.
-        values: the expert's w1 (if gated), w3 and w2 [N, K], and b1 and b3 [N]. other: the same with other weights.
+        weights, changed: matrices [N, K] and biases [N].
         """
         token, choice = (self.experts == expert).nonzero(as_tuple=True)
         shares = self.weights[token, choice].double().square() / self.power[token]
         total = torch.zeros(2, dtype=torch.float64, device=token.device)
-        for some, share in zip(torch.split(token, _ROWS), torch.split(shares, _ROWS), strict=True):
-            hidden = self._hidden(values, activation, some)
-            changed = (
-                (self._hidden(other, activation, some) - hidden, values["w2"]),
-                (hidden, other["w2"] - values["w2"]),
-            )
-            errors = (
-                nn.functional.linear(x, weight).double().square().sum(1) for x, weight in changed
-            )
-            total += torch.stack([error @ share for error in errors])
+        for some, share in _in_chunks(token, shares):
+            hidden = self._hidden(weights, activation, some)
+            drift = self._hidden(changed, activation, some) - hidden
+            by_w13 = nn.functional.linear(drift, weights["w2"])
+            by_w2 = nn.functional.linear(hidden, changed["w2"] - weights["w2"])
+            for index, error in enumerate((by_w13, by_w2)):
+                total[index] += error.double().square().sum(1) @ share
         return total
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.x[tokens].float()
 
     def _hidden(
-        self, values: Mapping[str, torch.Tensor], activation: Activation, tokens: torch.Tensor
+        self, weights: Weights, activation: Activation, tokens: torch.Tensor
     ) -> torch.Tensor:
         """Return what w2 of an expert is given for some tokens, [T, I]."""
         x = self._rows(tokens)
-        gate = nn.functional.linear(x, values["w1"], values.get("b1")) if "w1" in values else None
-        return activate(activation, gate, nn.functional.linear(x, values["w3"], values.get("b3")))
+        up = nn.functional.linear(x, weights["w3"], weights.get("b3"))
+        if "w1" not in weights:
+            return activate(activation, None, up)
+        return activate(activation, nn.functional.linear(x, weights["w1"], weights.get("b1")), up)
 
 
-def _products(
-    rows_of: Callable[[torch.Tensor], list[torch.Tensor]], tokens: torch.Tensor, power: torch.Tensor
-) -> torch.Tensor:
-    """Return Σ power y xᵀ over the rows of some tokens, float64 [C, K, K]; 4096 rows exist at a time.
-
-    rows_of: some tokens' x [T, K], which is the first y, and further y. Zeros for NaN and infinity, whose weights are
-    refused.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    for some, weights in zip(torch.split(tokens, _ROWS), torch.split(power, _ROWS), strict=True):
-        each = rows_of(some)
-        total = (
-            total + torch.stack([(y * weights.unsqueeze(1)).t() @ each[0] for y in each]).double()
-        )
-    return total.nan_to_num_(0.0, 0.0, 0.0)
+def _in_chunks(
+    tokens: torch.Tensor, shares: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return tokens with their shares in chunks, one at least: so many rows exist at a time."""
+    return zip(torch.split(tokens, _ROWS), torch.split(shares, _ROWS), strict=True)
 
 
-def _blended(products: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return products [C, K, K] of an expert: the first towards their diagonal, others towards 0."""
-    share, rest = num_tokens / (num_tokens + _FEW_TOKENS), torch.zeros_like(products)
-    diagonal = products[0].diagonal()
-    rest[0] = torch.diag(diagonal if num_tokens else torch.ones_like(diagonal))
-    return share * products + (1 - share) * rest
+def _weighted_product(y: torch.Tensor, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return Σ share y xᵀ over tokens, float64 [K, K], of y and x [T, K]."""
+    return ((y * share.unsqueeze(1)).t() @ x).double()
+
+
+# --- the run of the model
 
 
 def batches_of(text: Text, context_length: int, device: torch.device) -> list[torch.Tensor]:
@@ -174,65 +188,59 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
 
     A rest of one token predicts nothing and is left out.
     """
-    sequences = text.sequences(context_length)
-    whole, size = (
-        [ids for ids in sequences if len(ids) == context_length],
-        max(1, _PASS_TOKENS // context_length),
-    )
-    found = list(torch.split(torch.tensor(whole, device=device), size)) if whole else []
-    return [
-        *found,
-        *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context_length),
-    ]
+    sequences = [ids for ids in text.sequences(context_length) if len(ids) > 1]
+    batches: list[torch.Tensor] = []
+    for _, same_length in itertools.groupby(sequences, len):
+        ids = torch.tensor([*same_length], device=device)
+        batches += torch.split(ids, max(1, _PASS_TOKENS // context_length))
+    return batches
+
+
+def _validation_masks(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the mask of the tokens of every fourth sequence, bool [B * T] of each batch."""
+    begin, masks = 0, []
+    for ids in batches:
+        numbers = torch.arange(begin, begin + len(ids), device=ids.device)
+        mask = numbers % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
+        masks.append(mask.repeat_interleave(ids.size(1)))
+        begin += len(ids)
+    return masks
 
 
 @contextmanager
 def expert_inputs(
     source: Source,
-    text: Sequence[Path],
+    path: Path,
     num_tokens: int,
     context_length: int,
     device: torch.device,
     limit: tuple[int, str],
-    num_kept: int,
+    num_layers: int,
     held_out: Sequence[torch.Tensor] = (),
     num_threads: int = 1,
 ) -> Iterator[ExpertInputs]:
-    """Yield the inputs of a source's experts over the first tokens of text files.
+    """Yield the inputs of a source's experts over the first tokens of a text file, two at least.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
-    num_kept: layers whose inputs are kept at a time. held_out: token ids [B, T] of other tokens, which go through the
+    num_layers: whose inputs are in memory at a time. held_out: token ids [B, T] of other tokens, which go through the
     same layers in float32, for an evaluation (`ExpertInputs.reference`), with `num_threads` of the CPU, if memory
     allows. Raises RequestError, before any work, where transformers cannot decode or run the model, or its run does not
     fit into the limit.
     """
     transformers = import_transformers("A calibration runs the model")
-    dtype = _DTYPES[device.type]
+    dtype, place = _DTYPES[device.type], str(source.place)
     with ExitStack() as stack:
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
-        words = read_text(transformers, folder, text, num_tokens, "--calibrate", str(source.place))
-        batches = batches_of(words, context_length, device)
-        if not batches:
-            what, expected, found = (
-                "The text is too short.",
-                "two tokens at least",
-                plural(len(words.ids), "token"),
-            )
-            raise RequestError(what, where=f"--calibrate {text[0]}", expected=expected, found=found)
+        text = read_text(transformers, folder, path, num_tokens, "--calibrate", place)
+        batches = batches_of(text, context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
-            model.check_memory([batches], *limit, num_kept=num_kept)
-            if held_out:
-                try:
-                    wide = [held_out] * (4 // dtype.itemsize)  # they are run in float32
-                    model.check_memory([batches, *wide], *limit, num_kept=num_kept)
-                except RequestError as error:
-                    _LOG.info(
-                        "The held-out tokens are not run beside the calibration's. %s",
-                        error.message(),
-                    )
-                    held_out = ()
+            model.check_memory([batches], *limit, num_layers=num_layers)
+            beside = [held_out] * (4 // dtype.itemsize)  # they are run in float32
+            if model.needed_bytes([batches, *beside], num_layers=num_layers) > limit[0]:
+                _LOG.info("Memory is short: the held-out tokens are run after the conversion.")
+                held_out = ()
             inputs = ExpertInputs(model, batches, held_out, num_threads)
         stack.callback(inputs.stop)
         yield inputs
@@ -249,46 +257,43 @@ class ExpertInputs:
         num_threads: int = 1,
     ) -> None:
         """batches, held_out: token ids [B, T] of each pass. num_threads: for held_out; bytes depend on batches."""
+        self._model, self._num_threads = model, num_threads
         self._uses: dict[int, int] = {}
         self._num_experts: dict[int, int] = {}
-        self._model, self._where = model, model.place
+        self._found: dict[int, ExpertActivations] = {}
+        self._calls: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         self._lock = threading.Lock()
-        self._found: dict[int, LayerInputs] = {}
-        self._given: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         self._hooks = [
-            module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
             for layer, (_, module) in model.experts.items()
         ]
-        self._held = _held(batches)
+        self._masks = _validation_masks(batches)
         self._stream = Stream(model, batches)
-        self._reference, self._num_threads = (
-            Stream(model, held_out) if held_out else None,
-            num_threads,
-        )
+        self._reference = Stream(model, held_out) if held_out else None
 
     def runs(self, layer: MoeLayer) -> bool:
         """Return whether the model runs a layer: transformers leaves out layers for multi-token prediction."""
         return layer.index in self._model.experts
 
     def expect(self, layer: MoeLayer, num_uses: int) -> None:
-        """Keep the inputs of a layer until `of` was called so often for it; those of other layers are not kept."""
-        self._uses[layer.index], self._num_experts[layer.index] = num_uses, layer.num_experts
+        """Record the inputs of a layer until `of` was called so often for it; those of other layers are not."""
+        self._uses[layer.index] = num_uses
+        self._num_experts[layer.index] = layer.num_experts
 
-    def of(self, layer: MoeLayer) -> LayerInputs | None:
+    def of(self, layer: MoeLayer) -> ExpertActivations | None:
         """Return the inputs of a layer; the model runs as far as this layer. None for a layer that it does not run.
 
         Raises InputError where the model's weights are NaN or infinite, RequestError where its hidden states become so.
         """
         if not self.runs(layer):
             return None
-        with self._lock, self._on_one_stream(), running(self._where):
+        with self._lock, self._on_one_stream(), running(self._model.place):
             while layer.index not in self._found:
                 self._run_stage()
-            found = self._found[layer.index]
             self._uses[layer.index] -= 1
-            if not self._uses[layer.index]:
-                del self._found[layer.index]
-            return found
+            if self._uses[layer.index]:
+                return self._found[layer.index]
+            return self._found.pop(layer.index)
 
     def reference(self) -> Stream | None:
         """End the calibration, and return the held-out tokens' passes; the model computes in float32 from now on.
@@ -312,40 +317,36 @@ class ExpertInputs:
             hook.remove()
         self._found.clear()
 
-    def _watching(self, layer: int) -> Any:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            self._given.setdefault(layer, []).append(tuple(one.flatten(0, -2) for one in given))
-
-        return enter
+    def _record(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = (*args, *kwargs.values())
+        tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
+        self._calls.setdefault(layer, []).append(tuple(tensors))
 
     @contextmanager
     def _on_one_stream(self) -> Iterator[None]:
         """Compute on the stream of the passes' threads, and nothing beside it: streams do not wait for each other."""
-        if self._model.device.type != "cuda":
+        device = self._model.device
+        if device.type != "cuda":
             yield
             return
-        with torch.cuda.stream(torch.cuda.default_stream(self._model.device)):
-            torch.cuda.synchronize(self._model.device)
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            torch.cuda.synchronize(device)
             yield
-            torch.cuda.synchronize(self._model.device)
+            torch.cuda.synchronize(device)
 
     def _run_stage(self) -> None:
         stage = self._stream.stage
-        if stage == self._model.head:
-            raise RequestError(
-                "The transformers library runs none of these experts.",
-                where=self._where,
-                remedy=_REMEDY,
-            )
         self._model.load(stage)
         powers = self._stream.advance(partial(self._power, stage))
-        for layer, given in self._given.items():
+        for layer, calls in self._calls.items():
             if self._uses.get(layer):
-                self._found[layer] = self._joined(layer, given, powers)
+                self._found[layer] = self._joined(layer, calls, powers)
+        self._calls.clear()
         if self._reference is not None and self._reference.stage == stage:
             self._advance_reference(self._reference)
-        self._given.clear()
+            self._calls.clear()
         self._model.drop(stage)
 
     def _advance_reference(self, reference: Stream) -> None:
@@ -366,72 +367,61 @@ class ExpertInputs:
         hidden = answer[0] if isinstance(answer, (tuple, list)) else answer
         if not isinstance(hidden, torch.Tensor):
             return torch.empty(0)
-        if bool(hidden.isfinite().all()):
-            return hidden.float().square().sum(-1).flatten()
-        self._model.check_finite(stage)
-        raise RequestError(
-            "The model's hidden states become NaN or infinite when transformers runs it.",
-            where=f"{self._where}: {stage}",
-            expected="finite numbers",
-            remedy=_REMEDY,
-        )
+        if not bool(hidden.isfinite().all()):
+            self._model.check_finite(stage)
+            raise RequestError(
+                "The model's hidden states become NaN or infinite when transformers runs it.",
+                where=f"{self._model.place}: {stage}",
+                expected="finite numbers",
+                remedy=_REMEDY,
+            )
+        return hidden.float().square().sum(-1).flatten()
 
     def _joined(
-        self, layer: int, given: list[tuple[torch.Tensor, ...]], powers: list[torch.Tensor]
-    ) -> LayerInputs:
+        self, layer: int, calls: list[tuple[torch.Tensor, ...]], powers: list[torch.Tensor]
+    ) -> ExpertActivations:
         """Join what the passes gave to a layer. Raises RequestError where it is no input, choices and weights."""
-        num_experts, held = self._num_experts[layer], self._held
-        if (
-            len(given) == len(held)
-            and type(self._model.experts[layer][1]).__name__ == "Llama4TextExperts"
-        ):
-            routed = [_routed(one[0], num_experts) for one in given]
-            tokens, given = [one[3] for one in routed], [one[:3] for one in routed]
-            held, powers = (
-                [one[at.to(one.device)] for one, at in zip(ones, tokens, strict=True)]
-                for ones in (held, powers)
+        path, module = self._model.experts[layer]
+        num_experts, each = self._num_experts[layer], []
+        for call, mask, power in zip(calls, self._masks, powers, strict=False):
+            power = power.view(len(mask), -1).sum(1)  # deepseek_v4 has several states of a token
+            if type(module).__name__ == "Llama4TextExperts":
+                call, tokens = _routed(call[0], num_experts)
+                mask, power = mask[tokens], power[tokens]
+            each.append((*call, mask, power))
+        if len(calls) != len(self._masks) or not all(map(_is_known, each)):
+            raise RequestError(
+                "The experts of this model are called in a way that a calibration does not know.",
+                where=f"{self._model.place}: {path}",
+                expected="one call, with hidden states, chosen experts, and their weights",
+                found=f"{len(calls)} calls in {len(self._masks)} passes",
+                remedy=_REMEDY,
             )
-        for one in given:
-            if (
-                len(given) != len(held)
-                or len(one) != 3
-                or one[1].is_floating_point()
-                or one[1].shape != one[2].shape
-                or len(one[0]) != len(one[1])
-            ):
-                raise RequestError(
-                    "The experts of this model are called in a way that a calibration does not know.",
-                    where=f"{self._where}: {self._model.experts[layer][0]}",
-                    expected="one call, with hidden states, chosen experts, and their weights",
-                    found=f"{len(given)} calls in {len(held)} passes, with {[list(part.shape) for part in one]}",
-                    remedy=_REMEDY,
-                )
-        x, experts, weights = (torch.cat([one[n] for one in given]) for n in range(3))
-        is_expert = (experts >= 0) & (
-            experts < num_experts
-        )  # longcat_flash has choices that are none
-        return LayerInputs(
-            x, experts, weights * is_expert, torch.cat(held).to(x.device), torch.cat(powers)
+        x, experts, weights, mask, power = (
+            torch.cat(tensors) for tensors in zip(*each, strict=True)
         )
+        is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has others
+        return ExpertActivations(x, experts, weights * is_expert, mask, power)
 
 
-def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the mask of the tokens of every fourth sequence, bool [B * T] of each batch."""
-    number, masks = 0, []
-    for ids in batches:
-        sequences = torch.arange(number, number + len(ids)) % _HELD_EVERY == _HELD_EVERY - 1
-        masks.append(sequences.repeat_interleave(ids.size(1)))
-        number += len(ids)
-    return masks
+def _is_known(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether these are hidden states, choices and weights of the same tokens, and two facts of each token."""
+    if len(tensors) != 5:
+        return False
+    x, experts, weights, mask, _ = tensors
+    is_choice = not experts.is_floating_point() and experts.shape == weights.shape
+    return is_choice and len(x) == len(experts) == len(mask)
 
 
 def _routed(
-    x: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return inputs, choices, weights and tokens of experts that each get all tokens, times their weights.
+    scaled: torch.Tensor, num_experts: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return inputs, choices and weights of experts that each get all tokens, times their weights; and the tokens.
 
-    So llama4 calls its experts, with x [E * T, H]; tokens that did not choose an expert are zeros there.
+    So llama4 calls its experts, with [E * T, H]; tokens that did not choose an expert are zeros there.
     """
-    place = x.ne(0).any(1).nonzero()
-    experts, tokens = place // (len(x) // num_experts), place[:, 0] % (len(x) // num_experts)
-    return x[place[:, 0]], experts, torch.ones_like(experts, dtype=x.dtype), tokens
+    place = scaled.ne(0).any(1).nonzero()
+    num_tokens = len(scaled) // num_experts
+    experts, tokens = place // num_tokens, place[:, 0] % num_tokens
+    weights = torch.ones_like(experts, dtype=scaled.dtype)
+    return (scaled[place[:, 0]], experts, weights), tokens

@@ -1,9 +1,13 @@
-"""A model of transformers whose weights are read from a source one stage at a time, by its own loading code.
+"""A model of transformers whose weights are read from a source one stage at a time, and forward passes through it.
 
 A stage is a decoder layer, or another module that owns parameters (embedding, final norm, head). A stage's weights
 exist from `load` to `drop`. At other times placeholders stand for them: one NaN on the model's device, with the
 weights' shape and no memory. So code that asks a weight for its device gets the right answer, and use of a weight at a
 wrong time shows.
+
+Forward passes stop at stages, so that many passes go through one stage while its weights are there. A pass runs in a
+thread of its own, and does not call a stage: it hands the call to the thread that owns the pass, and waits for the
+result. Only one thread computes at any time.
 """
 
 from __future__ import annotations
@@ -11,20 +15,22 @@ from __future__ import annotations
 import copy
 import math
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hqconv.calibration.forward_pass import stop_at
-from hqconv.calibration.transformers_model import cannot_fill, config_of, model_class, quantizer_of
-from hqconv.errors import RequestError, first_few, plural
+from hqconv.calibration.transformers_model import config_of, model_class, quantizer_of
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.quantization.value_checks import not_finite
@@ -32,34 +38,13 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 _ROOT = ""
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
-_LOADING_FACTOR = (
-    3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
-)
+_LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
-Expert = Mapping[
-    str, torch.Tensor
-]  # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
-
-
-def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
-    """Return layer, path and module of all routed experts; a module inside another belongs to it."""
-    found: list[tuple[int, str, nn.Module]] = []
-    for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for _, outer, _ in found)
-        is_routed = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith(
-            "Experts"
-        )
-        if is_inside or not is_routed or "shared" in path.rpartition(".")[2]:
-            continue
-        layer = re.search(r"\.(\d+)\.", f".{path}.")
-        if layer is None:
-            raise RequestError(
-                "The experts are of no layer.", where=path, expected="a number in the path"
-            )
-        found.append((int(layer[1]), path, module))
-    return found
+# `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
+Expert = Mapping[str, torch.Tensor]
 
 
 class _StoredTensor:
@@ -106,62 +91,49 @@ class StreamedModel:
         config = config_of(transformers, folder)
         quantizer = quantizer_of(source, config)
         self.model = _make_model(transformers, source, config, dtype, quantizer, device)
+        mapping = get_model_conversion_mapping(self.model, None, quantizer)
         self._config = modeling_utils.LoadStateDictConfig(
             device_map={"": device},
             dtype=dtype,
             dtype_plan=self.model._get_dtype_plan(dtype),
             hf_quantizer=quantizer,
-            weight_mapping=get_model_conversion_mapping(self.model, None, quantizer),
+            weight_mapping=mapping,
         )
-        self.experts = self._experts()
-        self.stages = self._stages()
-        self.head = next(
-            (
-                name
-                for name, one in self.stages.items()
-                if one is self.model.get_output_embeddings()
-            ),
-            "",
-        )
+        self.experts = self._routed_experts()
+        self.stages = self._find_stages()
+        head = self.model.get_output_embeddings()
+        self.head = next((name for name, module in self.stages.items() if module is head), "")
         self._meta = self.model.state_dict()
-        self._shapes = {name: value.shape for name, value in self._meta.items()}
-        dtypes = {value.dtype for value in self._meta.values()}
-        nothing = {
-            one: torch.full((), math.nan if one.is_floating_point else 0, dtype=one, device=device)
-            for one in dtypes
-        }
-        self._nothing = {name: nothing[value.dtype] for name, value in self._meta.items()}
-        self._owned: dict[str, set[str]] = defaultdict(
-            set
-        )  # stage → its parameters; "" → those of no stage
-        for name in self._shapes:
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._owned: dict[str, set[str]] = defaultdict(set)  # stage → parameters; "": of no stage
+        for name in self._meta:
             self._owned[self._stage_of(name)].add(name)
-        kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
-        self._names = [
-            [one for one in self._config.weight_mapping if isinstance(one, kind)] for kind in kinds
-        ]
-        self._tensors = self._tensors_by_parameter()
+        self._tensors = self._tensors_by_parameter(mapping)
         self._check_experts()
         for name, stage in self.stages.items():
-            stop_at(name, stage)
+            _stop_at(name, stage)
         self._load_resident()
 
-    # --- the parts of the model
+    # --- the modules of the model
 
-    def _experts(self) -> dict[int, tuple[str, nn.Module]]:
-        found = experts_modules(self.model)
-        if not found:
-            raise RequestError(
-                "The model of transformers has no routed experts.", where=str(self._source.root)
-            )
-        experts = {layer: (path, module) for layer, path, module in found}
-        if len(experts) < len(found):
-            raise RequestError(
-                "The model of transformers has several modules of routed experts in a layer.",
-                where=str(self._source.place),
-                expected="one decoder",
-                found=first_few([path for _, path, _ in found]),
-            )
+    def _routed_experts(self) -> dict[int, tuple[str, nn.Module]]:
+        """Return layer → path and module of its routed experts; a module inside another belongs to it."""
+        experts: dict[int, tuple[str, nn.Module]] = {}
+        for path, module in self.model.named_modules():
+            name = path.rpartition(".")[2]
+            layer = re.search(r"\.(\d+)\.", f".{path}.")
+            is_routed = name == "experts" or type(module).__name__.endswith("Experts")
+            is_inside = any(path.startswith(f"{outer}.") for outer, _ in experts.values())
+            if layer is None or not is_routed or is_inside or "shared" in name:
+                continue
+            if int(layer[1]) in experts:
+                raise RequestError(
+                    "The model of transformers has several modules of routed experts in a layer.",
+                    where=self.place,
+                    expected="one decoder",
+                    found=f"{experts[int(layer[1])][0]}, {path}",
+                )
+            experts[int(layer[1])] = path, module
         return experts
 
     def _check_experts(self) -> None:
@@ -170,94 +142,95 @@ class StreamedModel:
             if not any(f"{path}.{name}" in self._tensors for name, _ in module.named_parameters()):
                 raise RequestError(
                     "The experts are not stored as transformers reads them.",
-                    where=f"{self._source.place}: {path}",
+                    where=f"{self.place}: {path}",
                     expected="a safetensors checkpoint of the publisher's",
                     found="no tensors of these experts: GGUF files and artifacts have others",
                     remedy="Use the checkpoint that the source was made from.",
                 )
 
-    def _stages(self) -> dict[str, nn.Module]:
+    def _find_stages(self) -> dict[str, nn.Module]:
         """Return the decoder layers, and every other module that owns parameters and contains no stage."""
-        lists = {re.sub(r"\.\d+\..*", "", path) for path, _ in self.experts.values()}
-        layers = {
-            f"{path}.{number}": layer
-            for path in sorted(lists)
-            for number, layer in self.model.get_submodule(path).named_children()
-        }
-        found = dict(
-            layers
-        )  # a stage is never inside another one: its weights would be loaded too late
+        stages: dict[str, nn.Module] = {}
+        for path in sorted({re.sub(r"\.\d+\..*", "", path) for path, _ in self.experts.values()}):
+            for number, layer in self.model.get_submodule(path).named_children():
+                stages[f"{path}.{number}"] = layer
+        layers = [*stages]
         for path, module in self.model.named_modules():
-            is_inside = any(path == stage or path.startswith(f"{stage}.") for stage in found)
-            contains = any(layer.startswith(f"{path}.") or path == _ROOT for layer in layers)
-            if not is_inside and not contains and _owned(module):
-                found[path] = module
-        return found
-
-    def stage_bytes(self, name: str) -> int:
-        """Return the size of a stage's weights in the dtype of the computation."""
-        num_bytes: int = (
-            sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self.dtype.itemsize
-        )
-        return num_bytes
-
-    def check_memory(
-        self,
-        streams: Sequence[Sequence[torch.Tensor]],
-        limit: int,
-        where: str,
-        *,
-        num_kept: int = 0,
-        ends: bool = False,
-    ) -> int:
-        """Return the memory that streams of token ids [B, T] need, in bytes. Raises RequestError for more than `limit`.
-
-        where: the limit's name. num_kept: layers whose inputs are kept, of the first stream. ends: with logits.
-        """
-        width, config = self.dtype.itemsize, self.model.config.get_text_config()
-        batches = [ids for stream in streams for ids in stream]
-        num_tokens = sum(ids.numel() for ids in batches)
-        num_states = num_tokens + num_kept * sum(ids.numel() for ids in streams[0])
-        hidden = width * (
-            num_states * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches)
-        )
-        largest = max(map(self.stage_bytes, self.stages))
-        logits = (
-            ends * len(streams) * max(ids.numel() for ids in batches) * config.vocab_size * width
-        )
-        need = int(hidden + max(_LOADING_FACTOR * largest, largest + logits))
-        if need > limit:
-            parts = (
-                f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden)}, the largest layer"
-            )
-            raise RequestError(
-                "The run of the model does not fit into the memory limit.",
-                where=where,
-                expected=f"{_gib(need)}: {parts} {_gib(_LOADING_FACTOR * largest)}, logits {_gib(logits)}",
-                found=_gib(limit),
-                remedy="Allow more with --max-memory, or take fewer tokens or a smaller dtype.",
-            )
-        return need
+            # A stage is never inside another one: its weights would be loaded too late.
+            is_inside = any(path == stage or path.startswith(f"{stage}.") for stage in stages)
+            contains = path == _ROOT or any(layer.startswith(f"{path}.") for layer in layers)
+            if not is_inside and not contains and _owns_parameters(module):
+                stages[path] = module
+        return stages
 
     def _stage_of(self, parameter: str) -> str:
         """Return the innermost stage that owns a parameter; "" for one that is resident."""
-        words = parameter.split(".")
-        paths = (".".join(words[:count]) for count in range(len(words) - 1, 0, -1))
-        return next((path for path in paths if path in self.stages), _ROOT)
+        path = _module(parameter)
+        while path and path not in self.stages:
+            path = _module(path)
+        return path
 
-    def _tensors_by_parameter(self) -> Mapping[str, list[str]]:
+    def _tensors_by_parameter(self, mapping: Sequence[Any]) -> Mapping[str, list[str]]:
         """Return parameter → the source's tensors that transformers takes for it."""
-        found = defaultdict(list)
+        kinds = self._loading.WeightRenaming, self._loading.WeightConverter
+        self._names = [[rule for rule in mapping if isinstance(rule, kind)] for kind in kinds]
+        tensors = defaultdict(list)
         for name in self._source.tensors:
-            if (parameter := self._parameter_of(name)) in self._shapes:
-                found[parameter].append(name)
-        return found
+            if (parameter := self._parameter_of(name)) in self._meta:
+                tensors[parameter].append(name)
+        return tensors
 
     def _parameter_of(self, name: str) -> str:
         """Return what transformers calls a tensor of a checkpoint: a parameter that takes it, or no parameter."""
         prefix = self.model.base_model_prefix
         renamed, _ = self._loading.rename_source_key(name, *self._names, prefix, self._meta)
-        return name if renamed not in self._shapes and name in self._shapes else str(renamed)
+        return name if renamed not in self._meta and name in self._meta else str(renamed)
+
+    # --- memory
+
+    def stage_bytes(self, name: str) -> int:
+        """Return the size of a stage's weights in the dtype of the computation."""
+        num_weights = sum(self._meta[parameter].numel() for parameter in self._owned[name])
+        return int(num_weights * self.dtype.itemsize)
+
+    def needed_bytes(
+        self,
+        streams: Sequence[Sequence[torch.Tensor]],
+        *,
+        num_layers: int = 0,
+        has_logits: bool = False,
+    ) -> int:
+        """Return the memory that streams of token ids [B, T] need.
+
+        num_layers: whose inputs are in memory at a time, of the first stream.
+        """
+        config = self.model.config.get_text_config()
+        batches = [ids for stream in streams for ids in stream]
+        num_tokens = sum(ids.numel() for ids in batches)
+        num_tokens += num_layers * sum(ids.numel() for ids in streams[0])
+        states = num_tokens * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches)
+        largest = max(map(self.stage_bytes, self.stages))
+        beside = 0
+        if has_logits:
+            num_logits = len(streams) * max(ids.numel() for ids in batches) * config.vocab_size
+            beside = largest + num_logits * self.dtype.itemsize
+        return int(states * self.dtype.itemsize + max(_LOADING_FACTOR * largest, beside))
+
+    def check_memory(
+        self, streams: Sequence[Sequence[torch.Tensor]], limit: int, where: str, **options: Any
+    ) -> int:
+        """Return `needed_bytes`. Raises RequestError for more than `limit`. where: the limit's name."""
+        need = self.needed_bytes(streams, **options)
+        if need > limit:
+            num_tokens = sum(ids.numel() for stream in streams for ids in stream)
+            raise RequestError(
+                "The run of the model does not fit into the memory limit.",
+                where=where,
+                expected=f"{need / 2**30:.2f} GiB, for the largest layer and {plural(num_tokens, 'token')}",
+                found=f"{limit / 2**30:.2f} GiB",
+                remedy="Allow more with --max-memory, or take fewer tokens or a smaller dtype.",
+            )
+        return need
 
     # --- weights
 
@@ -266,87 +239,30 @@ class StreamedModel:
         for value in (*self.model.parameters(), *self.model.buffers()):
             value._is_hf_initialized = True
         for name, buffer in [*self.model.named_non_persistent_buffers()]:
-            _set(self.model, name, torch.empty_like(buffer, device=self.device))
+            self._set(name, torch.empty_like(buffer, device=self.device))
         self.model.initialize_weights()
-        for name in self._shapes:
-            self._drop(name)
-        self._load(self._owned[_ROOT])
+        for name in self._meta:
+            self._set(name, self._placeholder(name))
+        self.load(_ROOT)
 
-    def load(self, stage: str, others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Read a stage's weights to the device. Raises InputError where the source lacks some, or has other shapes.
+    def load(self, stage: str, replacements: Mapping[str, torch.Tensor] = _NOTHING) -> None:
+        """Read a stage's weights to the device, by transformers' own conversion; a tied one has its twin's values.
 
-        others: tensors by name (`stored_tensors`), in place of all that the source has for their modules.
+        replacements: tensors by name (`stored_tensors`), in place of all that the source has for their modules.
+        Raises InputError where the source lacks some, or has other shapes.
         """
-        self._load(self._owned[stage], others)
-
-    def widen(self, stage: str) -> None:
-        """Turn a stage's weights to float32, for one use."""
-        for name in self._owned[stage]:
-            value = self.model.get_parameter_or_buffer(name)
-            if value.is_floating_point():
-                _set(self.model, name, value.data.float())
-
-    def use_float32(self) -> None:
-        """Compute in float32 from now on; no stage may be loaded."""
-        if self.dtype == torch.float32:
-            return
-        self.dtype = torch.float32
-        plan = self.model._get_dtype_plan(self.dtype)
-        self._config = replace(self._config, dtype=self.dtype, dtype_plan=plan)
-        wide = torch.full((), math.nan, device=self.device)
-        self._nothing = {
-            name: wide if one.is_floating_point() else one for name, one in self._nothing.items()
-        }
-        for name in self._shapes:
-            self._drop(name)
-        self._load(self._owned[_ROOT])
-
-    def drop(self, stage: str) -> None:
-        """Free a stage's weights."""
-        for name in self._owned[stage]:
-            self._drop(name)
-
-    def check_finite(self, stage: str) -> None:
-        """Raise InputError where a tensor of the source for a stage's weights is not finite."""
-        for name in (
-            name
-            for parameter in sorted(self._owned[stage])
-            for name in self._tensors.get(parameter, ())
-        ):
-            values = read_tensor(self._source, self._source.tensors[name])
-            if values.is_floating_point() and not bool(values.float().isfinite().all()):
-                raise not_finite(name)
-
-    def _drop(self, name: str) -> None:
-        _set(self.model, name, self._nothing[name].expand(self._shapes[name]))
-
-    def _is_dropped(self, name: str) -> bool:
-        value = self.model.get_parameter_or_buffer(name)
-        return bool(value.data_ptr() == self._nothing[name].data_ptr())
-
-    def _load(
-        self, parameters: set[str], others: Mapping[str, torch.Tensor] = MappingProxyType({})
-    ) -> None:
-        """Load parameters by transformers' conversion, as `load`; a tied one has the values of its twin."""
+        parameters = self._owned[stage]
         if not parameters:
             return
         tied = {name: twin for name in parameters if (twin := self._twin(name)) is not None}
         wanted = (parameters - tied.keys()) | {*tied.values()}
-        names = sorted(name for parameter in wanted for name in self._tensors.get(parameter, ()))
-        modules = {_module(name) for name in others}
-        tensors: dict[str, Any] = {
-            name: _StoredTensor(self._source, self._source.tensors[name])
-            for name in names
-            if _module(name) not in modules
-        }
-        tensors |= others
-        unknown = next((name for name in others if self._parameter_of(name) not in wanted), None)
-        if unknown is not None:
-            raise RequestError(
-                "The transformers library has other names for this model's experts.",
-                where=f"tensor {unknown}",
-                remedy="This model cannot be evaluated.",
-            )
+        replaced = {_module(name) for name in replacements}
+        tensors: dict[str, Any] = dict(replacements)
+        for name in sorted(
+            name for parameter in wanted for name in self._tensors.get(parameter, ())
+        ):
+            if _module(name) not in replaced:
+                tensors[name] = _StoredTensor(self._source, self._source.tensors[name])
         info, _ = self._loading.convert_and_load_state_dict_in_model(
             self.model, tensors, self._config
         )
@@ -354,38 +270,127 @@ class StreamedModel:
         for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
             value = self.model.get_parameter_or_buffer(name)
             if value.is_floating_point() and value.dtype not in (self.dtype, torch.float32):
-                _set(self.model, name, value.data.to(self.dtype))
+                self._set(name, value.data.to(self.dtype))
         for name, twin in tied.items():
-            _set(self.model, name, self.model.get_parameter_or_buffer(twin).data)
+            self._set(name, self.model.get_parameter_or_buffer(twin).data)
         for twin in {*tied.values()} - parameters:
-            self._drop(twin)
+            self._set(twin, self._placeholder(twin))
+
+    def widen(self, stage: str) -> None:
+        """Turn a stage's weights to float32, for one use."""
+        for name in self._owned[stage]:
+            value = self.model.get_parameter_or_buffer(name)
+            if value.is_floating_point():
+                self._set(name, value.data.float())
+
+    def use_float32(self) -> None:
+        """Compute in float32 from now on; no stage may be loaded."""
+        self.dtype = torch.float32
+        plan = self.model._get_dtype_plan(self.dtype)
+        self._config = replace(self._config, dtype=self.dtype, dtype_plan=plan)
+        for name, value in self._meta.items():
+            self._meta[name] = value.float() if value.is_floating_point() else value
+            self._set(name, self._placeholder(name))
+        self.load(_ROOT)
+
+    def drop(self, stage: str) -> None:
+        """Free a stage's weights."""
+        for name in self._owned[stage]:
+            self._set(name, self._placeholder(name))
+
+    def check_finite(self, stage: str) -> None:
+        """Raise InputError where a tensor of the source for a stage's weights is not finite."""
+        for parameter in sorted(self._owned[stage]):
+            for name in self._tensors.get(parameter, ()):
+                values = read_tensor(self._source, self._source.tensors[name])
+                if values.is_floating_point() and not bool(values.float().isfinite().all()):
+                    raise not_finite(name)
+
+    def _placeholder(self, name: str) -> torch.Tensor:
+        value = self._meta[name]
+        if value.dtype not in self._placeholders:
+            number = math.nan if value.is_floating_point() else 0
+            scalar = torch.full((), number, dtype=value.dtype, device=self.device)
+            self._placeholders[value.dtype] = scalar
+        return self._placeholders[value.dtype].expand(value.shape)
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        module, attribute = self.model.get_submodule(_module(name)), name.rpartition(".")[2]
+        is_parameter = attribute in module._parameters
+        setattr(
+            module, attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value
+        )
 
     def _twin(self, name: str) -> str | None:
         """Return the parameter that a parameter without tensors is tied to; None for any other."""
         if name in self._tensors:
             return None
         ties = self.model.all_tied_weights_keys
-        twins = [
-            ties.get(name),
-            *(target for target, of in ties.items() if of in (name, ties.get(name))),
-        ]
-        return next((twin for twin in twins if twin is not None and twin in self._tensors), None)
+        original = ties.get(name)
+        siblings = [tied for tied, source in ties.items() if source in (name, original)]
+        return next((twin for twin in (original, *siblings) if twin in self._tensors), None)
 
     def _check(self, info: Any, wanted: set[str]) -> None:
         """Raise InputError unless every wanted parameter has its values."""
-        ignored = [re.compile(one) for one in self.model._keys_to_ignore_on_load_missing or ()]
-        missing = sorted(
-            name
-            for name in wanted
-            if self._is_dropped(name) and not any(one.search(name) for one in ignored)
-        )
-        shapes = [
+        missing = []
+        for name in sorted(wanted):
+            pointer = self.model.get_parameter_or_buffer(name).data_ptr()
+            ignored = self.model._keys_to_ignore_on_load_missing or ()
+            is_ignored = any(re.search(pattern, name) for pattern in ignored)
+            if pointer == self._placeholder(name).data_ptr() and not is_ignored:
+                missing.append(name)
+        errors = [
             f"{name}: {list(found)} instead of {list(expected)}"
             for name, found, expected in info.mismatched_keys
         ]
-        errors = [*shapes, *map(str, info.conversion_errors.values())]
+        errors += map(str, info.conversion_errors.values())
         if missing or errors:
-            raise cannot_fill(self._source, missing, first_few(errors))
+            raise InputError(
+                "The model of transformers cannot be filled from the source.",
+                where=str(self._source.root),
+                expected=f"weights for {first_few(missing)}" if missing else "the model's shapes",
+                found=first_few(errors),
+                remedy="Load the model with transformers alone, to see if it can be run at all.",
+            )
+
+
+def _make_model(
+    transformers: Any,
+    source: Source,
+    config: Any,
+    dtype: torch.dtype,
+    quantizer: Any,
+    device: torch.device,
+) -> Any:
+    """Return the model without weights, with experts that run in plain products."""
+    cls = model_class(transformers, source, config)
+    config = copy.deepcopy(config)
+    for part in (config, *(getattr(config, key) for key in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+            part._experts_implementation = "eager"
+    with ExitStack() as stack:
+        for context in cls.get_init_context(dtype, quantizer is not None, False, None):
+            stack.enter_context(context)
+        model = cls(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(
+                model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None
+            )
+    return model.eval()
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    """Return whether a module itself has parameters, or buffers that a checkpoint holds."""
+    buffers = module._buffers.keys() - module._non_persistent_buffers_set
+    return bool(module._parameters or buffers)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+# --- decoded experts as tensors of a checkpoint
 
 
 def stored_tensors(
@@ -396,7 +401,7 @@ def stored_tensors(
         role if part == "weight" else f"b{role[1:]}": _plain(layer, role, part)
         for role in layer.roles
         for part in ("weight", "bias")
-        if part in layer.parts[role]
+        if part in layer.slices[role]
     }
     found: dict[str, torch.Tensor] = {}
     for expert, values in enumerate(experts):
@@ -417,7 +422,7 @@ def _plain(layer: MoeLayer, role: str, part: str) -> TensorSlice:
 
     Raises RequestError for stacks of a format whose names are not known.
     """
-    stored = layer.parts[role][part]
+    stored = layer.slices[role][part]
     if part == "bias" or layer.format.is_float:
         return stored
     template, view = stored.template, stored.view
@@ -442,53 +447,156 @@ def _plain(layer: MoeLayer, role: str, part: str) -> TensorSlice:
     return TensorSlice(template, stored.dtype, shape, view, stored.is_flat)
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+# --- forward passes
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+_own = threading.local()  # `.forward_pass` of the thread of a pass
 
 
-def _owned(module: nn.Module) -> bool:
-    """Return whether a module itself has parameters, or buffers that a checkpoint holds."""
-    return bool(
-        {*module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)}
-    )
+class _Stopped(BaseException):
+    """Raised in the thread of a pass that nobody will continue."""
 
 
-def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    path, _, word = name.rpartition(".")
-    module = model.get_submodule(path)
-    is_parameter = word in module._parameters
-    setattr(module, word, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+@dataclass(frozen=True)
+class ModuleCall:
+    """Call of a stage that a pass waits for: the stage's name, and its own `forward` with the arguments."""
+
+    name: str
+    forward: Callable[[], Any]
+
+    def run(self) -> Any:
+        """Compute the stage's output in this thread."""
+        with torch.inference_mode():
+            return self.forward()
 
 
-def _make_model(
-    transformers: Any,
-    source: Source,
-    config: Any,
-    dtype: torch.dtype,
-    quantizer: Any,
-    device: torch.device,
-) -> Any:
-    """Return the model without weights, with experts that run in plain products."""
-    cls = model_class(transformers, source, config)
-    config = copy.deepcopy(config)
-    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
-        if one is not None:
-            one.dtype = dtype
-            one._experts_implementation = "eager"
-    with ExitStack() as stack:
-        for context in cls.get_init_context(dtype, quantizer is not None, False, None):
-            stack.enter_context(context)
-        model = cls(config)
-        if quantizer is not None:
-            quantizer.preprocess_model(
-                model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None
+class ForwardPass:
+    """One run of a function in a thread that stops at each call of a stage.
+
+    call: the call that the pass waits for, None at the end. output: the function's result, at the end.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        """Run the function up to its first call of a stage. Raises the function's errors."""
+        self.call: ModuleCall | None = None
+        self.output: Any = None
+        self._events, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
+        self._thread = threading.Thread(
+            target=self._run, args=(function,), name="hqconv-pass", daemon=True
+        )
+        self._thread.start()
+        self._wait()
+
+    def resume(self, answer: Any) -> None:
+        """Continue with the output of the stage that the pass waits for. Raises the function's errors."""
+        self.call = None
+        self._answers.put(answer)
+        self._wait()
+
+    def stop(self) -> None:
+        """End a pass that waits; nothing happens if it has ended."""
+        if self.call is not None:
+            self.call = None
+            self._answers.put(_Stopped)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        event = self._events.get()
+        if isinstance(event, ModuleCall):
+            self.call = event
+            return
+        self._thread.join()
+        if isinstance(event, BaseException):
+            raise event
+        self.output = event
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        _own.forward_pass = self
+        torch.set_num_threads(1)  # a pool of processors for each of many threads would be too many
+        try:
+            with torch.inference_mode():
+                self._events.put(function())
+        except BaseException as error:  # noqa: BLE001 - raised again in the owner's thread
+            self._events.put(error)
+
+    def hand_over(self, call: ModuleCall) -> Any:
+        """Return the output of a call, computed by the owner; in the thread of the pass."""
+        self._events.put(call)
+        answer = self._answers.get()
+        if answer is _Stopped:
+            raise _Stopped
+        return answer
+
+
+class Stream:
+    """Forward passes of a streamed model over a text, which are at the same stage.
+
+    batches: token ids [B, T] of each pass.
+    """
+
+    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
+        """Run every pass to its first stage. Raises transformers' errors."""
+        self.model, self.batches = model, batches
+        self._passes: list[ForwardPass] = []
+        try:
+            for ids in batches:
+                self._passes.append(ForwardPass(partial(_logits, model.model, ids)))
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def stage(self) -> str:
+        """The stage that all passes wait for. Raises RequestError where they wait for several, or have ended."""
+        names = {each.call.name if each.call else "" for each in self._passes}
+        if len(names) != 1 or "" in names:
+            raise RequestError(
+                "The transformers library runs this model in an order that hqconv does not know.",
+                where=self.model.place,
+                found=", ".join(sorted(names)),
+                remedy="Convert without --calibrate; the artifact cannot be evaluated.",
             )
-    for module in model.modules():
-        found = getattr(module, "config", None)
-        if found is not None:
-            found._experts_implementation = "eager"
-    return model.eval()
+        return names.pop()
+
+    def advance(self, look: Callable[[Any], Any] = lambda _: None) -> list[Any]:
+        """Compute the stage for each pass, and run the pass to the next one.
+
+        Returns what `look` returns for each output of the stage.
+        """
+        found = []
+        for forward_pass in self._passes:
+            assert forward_pass.call is not None
+            answer = forward_pass.call.run()
+            found.append(look(answer))
+            forward_pass.resume(answer)
+        return found
+
+    def logits(self) -> Iterator[torch.Tensor]:
+        """Run one pass after the other from the last stage to its end, and yield its logits [B, T, V]."""
+        for forward_pass in self._passes:
+            assert forward_pass.call is not None
+            forward_pass.resume(forward_pass.call.run())
+            logits, forward_pass.output = forward_pass.output, None
+            yield logits
+
+    def stop(self) -> None:
+        """End all passes."""
+        for forward_pass in self._passes:
+            forward_pass.stop()
+
+
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def _stop_at(name: str, module: nn.Module) -> None:
+    """Let every pass stop at a module; calls outside of a pass are as before."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        forward_pass: ForwardPass | None = getattr(_own, "forward_pass", None)
+        call = ModuleCall(name, partial(original, *args, **kwargs))
+        return call.run() if forward_pass is None else forward_pass.hand_over(call)
+
+    module.forward = forward

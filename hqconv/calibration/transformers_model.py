@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from hqconv.errors import HqconvError, InputError, RequestError, first_few
+from hqconv.errors import HqconvError, RequestError
 from hqconv.io.checkpoint_files import has_tokenizer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
 
 MAX_TEXT_BYTES = 16 << 20  # of a text: all of it is cut into tokens
-_CODE_KEYS = ("auto_map", "custom_pipelines")  # Python modules of the folder
-# Implementations that transformers would fetch and load, where the value names a repo of the Hub.
-_IMPLEMENTATION = re.compile(
-    r"_?(?:attn|attention|experts)_implementation(?:_internal)?|use_kernels?|kernel_config"
+# Python modules of the folder, and implementations, which may be names of repos of the Hub.
+_CODE_KEYS = re.compile(
+    r"auto_map|custom_pipelines|use_kernels?|kernel_config"
+    r"|_?(?:attn|attention|experts)_implementation(?:_internal)?"
 )
 _ATTENTION = (None, "eager", "sdpa")  # of transformers itself
 _TOKENIZER_FILE = re.compile(
@@ -90,7 +90,7 @@ def quiet_loading(transformers: Any) -> Iterator[None]:
 def folder_of(source: Source) -> Iterator[Path]:
     """Yield a folder of the source for transformers, which is removed at the end.
 
-    Raises RequestError for a config that names an implementation on the Hub, or files that cannot be read.
+    Raises RequestError for a source without config.json, or for files that cannot be read.
     """
     if not (source.root / CONFIG).is_file():
         raise RequestError(
@@ -101,7 +101,7 @@ def folder_of(source: Source) -> Iterator[Path]:
         )
     with TemporaryDirectory(prefix="hqconv-") as name:
         folder = Path(name)
-        (folder / CONFIG).write_text(json.dumps(_without_code(source.config, CONFIG)))
+        (folder / CONFIG).write_text(json.dumps(_without_code(source.config)))
         try:
             for path in sorted(source.root.iterdir()):
                 if _TOKENIZER_FILE.fullmatch(path.name) and not path.name.endswith(".index.json"):
@@ -114,53 +114,32 @@ def folder_of(source: Source) -> Iterator[Path]:
         yield folder
 
 
-def _without_code(value: Any, where: str) -> Any:
-    """Return a config without the keys that name code. Raises RequestError where one names a repo of the Hub."""
+def _without_code(value: Any) -> Any:
+    """Return a config without the keys that name code."""
     if isinstance(value, list):
-        return [_without_code(one, where) for one in value]
+        return [_without_code(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    found = {}
-    for key, one in value.items():
-        if _IMPLEMENTATION.fullmatch(key):
-            if "/" in json.dumps(one) or (one and "kernel" in key):
-                raise RequestError(
-                    "The config asks for code from the Hub, which hqconv does not load.",
-                    where=f"{where}: {key}",
-                    expected="an implementation of transformers itself",
-                    found=json.dumps(one),
-                    remedy="Remove the key from config.json: hqconv chooses the implementation itself.",
-                )
-        elif key not in _CODE_KEYS:
-            found[key] = _without_code(one, f"{where}: {key}")
-    return found
+    return {
+        key: _without_code(item) for key, item in value.items() if not _CODE_KEYS.fullmatch(key)
+    }
 
 
 def config_of(transformers: Any, folder: Path) -> Any:
     """Return transformers' config of a folder of `folder_of`. Raises transformers' errors, and RequestError."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for one in (config, *(getattr(config, key, None) for key in config.sub_configs)):
-        asked = getattr(one, "_attn_implementation", None)
-        if asked not in _ATTENTION:  # the class's own: the keys of the file are gone
-            one._attn_implementation = None
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if getattr(part, "_attn_implementation", None) not in _ATTENTION:  # the class's own
+            part._attn_implementation = None
     return config
 
 
 def model_class(transformers: Any, source: Source, config: Any) -> Any:
     """Return the model's class in transformers: that of the config's `architectures`, or a causal language model.
 
-    Raises RequestError where `architectures` is no list of names, or KeyError for a config without such a model.
+    Raises KeyError for a config without such a model, TypeError where `architectures` is no list of names.
     """
-    names = source.config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RequestError(
-            "The model's architectures are no list of names.",
-            where=f"{CONFIG}: architectures",
-            expected='such as ["Qwen3MoeForCausalLM"]',
-            found=json.dumps(names),
-            remedy="Restore the publisher's config.json.",
-        )
-    for name in names:
+    for name in source.config.get("architectures") or []:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
@@ -175,37 +154,18 @@ def quantizer_of(source: Source, config: Any) -> Any:
 
     try:
         quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
+        _ = quantizer.quantization_config.dequantize  # those without it run quantized weights only
     except Exception as error:
-        raise _cannot_decode(source, error) from error
-    if not hasattr(quantizer.quantization_config, "dequantize"):
-        raise _cannot_decode(source, "it runs them quantized only")
+        raise RequestError(
+            "The transformers library cannot decode the weights of this quantized source.",
+            where=f"{source.place}: quant_method {source.quantization.get('quant_method')}",
+            expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
+            found=error,
+            remedy="Use the 16-bit model that the source was made from.",
+        ) from error
     quantizer.quantization_config.dequantize = True
     config.quantization_config = quantizer.quantization_config
     return quantizer
-
-
-def _cannot_decode(source: Source, found: object) -> RequestError:
-    assert source.quantization is not None
-    return RequestError(
-        "The transformers library cannot decode the weights of this quantized source.",
-        where=f"{source.place}: quant_method {source.quantization.get('quant_method')}",
-        expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
-        found=found,
-        remedy="Use the 16-bit model that the source was made from.",
-    )
-
-
-def cannot_fill(source: Source, missing: list[str], found: object = "none") -> InputError:
-    """Return the error for a model of transformers that the source's weights do not fill."""
-    return InputError(
-        "The model of transformers cannot be filled from the source.",
-        where=str(source.root),
-        expected=f"weights for {first_few(missing)}"
-        if missing
-        else "weights of the model's shapes",
-        found=found,
-        remedy="Load the model with transformers alone, to see if it can be run at all.",
-    )
 
 
 class Text(NamedTuple):
@@ -226,124 +186,104 @@ class Text(NamedTuple):
 def read_text(
     transformers: Any,
     folder: Path,
-    files: Sequence[Path],
+    path: Path,
     num_tokens: int,
     option: str = "--text",
     source: str = "SRC",
+    begin_of: Callable[[int], int] | None = None,
 ) -> Text:
-    """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
+    """Return the first `num_tokens` tokens of a text file, without the tokenizer's special ones.
 
-    folder: of `folder_of`. source: its name, for errors.
+    folder: of `folder_of`. source: its name, for errors. begin_of: the number of tokens of the whole text → the number
+    of those before a place; then the text is what follows the place, without lines that stand before it, and it may
+    have no tokens.
 
     Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
-    where, raw = f"{option} {files[0]}", _joined(files, option)
+    raw, text = _read(path, option)
     tokenizer = _tokenizer_of(transformers, folder, source)
-    text = _in_chat_template(files, raw.decode(), tokenizer)
+    if path == BUILTIN_TEXT and tokenizer.chat_template:
+        text = _in_chat_template(text, tokenizer)
     with running(f"the tokenizer of {source}"):
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
+        if begin_of is not None:
+            text = _rest(tokenizer, text, begin_of)
+            raw = text.encode()
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        start = _start(tokenizer, text) if ids else []
+    if not ids and begin_of is None:
         raise RequestError(
-            "The text has no tokens.", where=where, expected="a text of the model's use"
+            "The text has no tokens.",
+            where=f"{option} {path}",
+            expected="a text of the model's use",
         )
-    return Text(ids[:num_tokens], _start(tokenizer, text, source), raw)
+    return Text(ids[:num_tokens], start, raw)
 
 
-def read_rest(
-    transformers: Any,
-    folder: Path,
-    files: Sequence[Path],
-    begin_of: Callable[[int], int],
-    num_tokens: int,
-    option: str = "--text",
-    source: str = "SRC",
-) -> Text:
-    """Return the first `num_tokens` tokens after a place in text files, without lines that stand before it.
+def _rest(tokenizer: Any, text: str, begin_of: Callable[[int], int]) -> str:
+    """Return what follows some tokens of a text, without lines that stand in them."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [end for _, end in found["offset_mapping"]]
+    begin = begin_of(len(ends))
+    cut = ends[begin - 1] if begin else 0
+    read = {line.strip() for line in text[:cut].splitlines()} - {""}
+    lines = text[cut:].splitlines(keepends=True)
+    return "".join(line for line in lines if line.strip() not in read)
 
-    begin_of: the number of tokens of the whole text → the number of those before the place. The other parameters, and
-    what is raised, are those of `read_text`; RequestError also for a tokenizer that does not tell its tokens' places.
-    """
-    tokenizer = _tokenizer_of(transformers, folder, source)
-    text = _in_chat_template(files, _joined(files, option).decode(), tokenizer)
-    if not tokenizer.is_fast:
+
+def _read(path: Path, option: str) -> tuple[bytes, str]:
+    """Return a text file's bytes and text. Raises RequestError."""
+    try:
+        raw = read_regular(path, MAX_TEXT_BYTES)
+        return raw, raw.decode()
+    except OSError as error:
         raise RequestError(
-            "The tokenizer does not tell where its tokens are in a text.", where=source
-        )
-    with running(f"the tokenizer of {source}"):
-        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        begin = begin_of(len(places))
-        cut = places[begin - 1][1] if begin else 0
-        seen = {line.strip() for line in text[:cut].splitlines()} - {""}
-        rest = "".join(
-            line for line in text[cut:].splitlines(keepends=True) if line.strip() not in seen
-        )
-        ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-    return Text(ids[:num_tokens], _start(tokenizer, rest, source) if ids else [], rest.encode())
+            "The text cannot be read.",
+            where=f"{option} {path}",
+            expected=f"a file of at most {MAX_TEXT_BYTES >> 20} MiB",
+            found=error.strerror or error,
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "The text is not UTF-8.",
+            where=f"{option} {path}",
+            found=error,
+            remedy="Convert the file to UTF-8, or leave it out.",
+        ) from error
 
 
-def _joined(files: Sequence[Path], option: str) -> bytes:
-    """Return the bytes of text files, one after the other. Raises RequestError."""
-    contents = []
-    for path in files:
-        where = f"{option} {path}"
-        try:
-            contents.append(read_regular(path, MAX_TEXT_BYTES))
-            contents[-1].decode()
-        except OSError as error:
-            expected = f"a file of at most {MAX_TEXT_BYTES >> 20} MiB"
-            raise RequestError(
-                "The text cannot be read.",
-                where=where,
-                expected=expected,
-                found=error.strerror or error,
-            ) from error
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                "The text is not UTF-8.",
-                where=where,
-                found=f"byte {contents[-1][error.start]:#04x} at {error.start}",
-                remedy="Convert the file to UTF-8, or leave it out.",
-            ) from error
-    return b"\n\n".join(contents)
-
-
-def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
-    """Return the text of the package with its dialogues in the tokenizer's chat template; others as they are.
+def _in_chat_template(text: str, tokenizer: Any) -> str:
+    """Return the text of the package with its dialogues in the tokenizer's chat template.
 
     Templates run in the sandbox of transformers. A dialogue that the template refuses stays as it is.
     """
-    if [*files] != [BUILTIN_TEXT] or not tokenizer.chat_template:
-        return text
-    bos = (
-        tokenizer.bos_token if _start(tokenizer, text, "") else ""
-    )  # it stands before each sequence
 
     def rendered(passage: str) -> str:
         before, *turns = _TURN.split(passage)
         if before or not turns:
             return passage
-        pairs = zip(turns[::2], turns[1::2], strict=True)
-        messages = [{"role": role.lower(), "content": content.strip()} for role, content in pairs]
+        messages = [
+            {"role": role.lower(), "content": content.strip()}
+            for role, content in zip(turns[::2], turns[1::2], strict=True)
+        ]
         try:
-            template = _DATE + tokenizer.get_chat_template()
-            words: str = tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False
+            dialogue: str = tokenizer.apply_chat_template(
+                messages, chat_template=_DATE + tokenizer.get_chat_template(), tokenize=False
             )
         except ImportError:  # of Jinja
             raise
         except Exception:  # noqa: BLE001 - a template refuses roles that it does not know
             return passage
-        return words.removeprefix(bos)
+        return dialogue.removeprefix(bos)
 
     with running("the chat template of the source"):
+        # The start stands before each sequence.
+        bos = tokenizer.bos_token if _start(tokenizer, text) else ""
         return _BETWEEN.join(map(rendered, text.split(_BETWEEN)))
 
 
 def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:
     """Load the tokenizer of a folder of `folder_of`. Raises RequestError."""
-    if not has_tokenizer([one.name for one in folder.iterdir()]):
+    if not has_tokenizer([path.name for path in folder.iterdir()]):
         raise RequestError(
             "The source has no tokenizer, which cuts a text into tokens.",
             where=source,
@@ -354,11 +294,10 @@ def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _start(tokenizer: Any, text: str, source: str) -> list[int]:
+def _start(tokenizer: Any, text: str) -> list[int]:
     """Return what the tokenizer puts before a text: BOS or nothing."""
-    with running(f"the tokenizer of {source}"):
-        whole: list[int] = tokenizer(text[:64])["input_ids"]
-        plain: list[int] = tokenizer(text[:64], add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(text[:64])["input_ids"]
+    plain: list[int] = tokenizer(text[:64], add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and whole[:2] == [bos, *plain[:1]] else []
 

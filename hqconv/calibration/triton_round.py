@@ -95,7 +95,7 @@ def round_columns(
     second = (
         target
         if scales.second is None
-        else scales.second[0].expand(num_experts, num_rows, 1).contiguous()
+        else scales.second.expand(num_experts, num_rows, 1).contiguous()
     )
     zero = target if scales.zero is None else scales.zero.mT.contiguous()
     size = triton.next_power_of_2(columns)

@@ -47,7 +47,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.model_config import text_config
+from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.options import refuse_unknown_layers
 
 _CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from typing import Any
 from hqconv.errors import InputError, first_few, plural
 from hqconv.models.config_facts import DRAFT_LAYERS_KEYS
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source, read_tensor
+from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.planning.checks import check_matrix_scales
 from hqconv.planning.notices import source_notices
+from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.model_config import text_config
 
 _MAX_BYTES = 64 << 20  # of a tensor beside the experts that is read
 _NORM = re.compile(r"\w*norm\w*\.(?:weight|bias)")
@@ -107,7 +107,7 @@ def _document(group: list[CheckFinding]) -> dict[str, Any]:
 
 def header_findings(source: Source, experts: ExpertMap) -> Iterator[CheckFinding]:
     """Yield what names, shapes, config and scales of whole matrices tell."""
-    for text in (*experts.config_warnings, *source_notices(source, experts)):
+    for text in source_notices(source, experts):
         yield CheckFinding("config", text[:1].upper() + text[1:], is_damage=False)
     try:
         for text in check_matrix_scales(source, experts.layers):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hqconv.checkup.findings import CheckFinding, MatrixPlace
-from hqconv.formats.source_matrix import SourceMatrix
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize
 
 Float32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]

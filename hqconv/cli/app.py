@@ -1,23 +1,41 @@
-"""The command `hqconv`: its commands, wrong command lines, and streams. Heavy libraries are imported in functions."""
+"""The command `hqconv` and its commands. Heavy libraries are imported in functions."""
 
 from __future__ import annotations
 
 import io
-import os
+import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from hqconv.cli import commands, interrupt
-from hqconv.cli.output import ClosedStream, discard_stdout, print_error, say
-from hqconv.errors import OutputError, RequestError
+from hqconv.cli.command import (
+    CONVERSION,
+    HUB,
+    MODES,
+    RUN,
+    WORK,
+    Result,
+    Screen,
+    command,
+    flag,
+    parse_numbers,
+)
+from hqconv.cli.output import discard_stdout, fail, say
+from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.io.durable_files import FileKind, output_file, write_whole
+from hqconv.schemas.options import NOT_ALLOCATED, split_options
 from hqconv.version import __version__
+
+if TYPE_CHECKING:
+    from hqconv.planning.plan import ConversionPlan
 
 # Typer does not export UsageError and contains its own Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_FAILED = VerificationError.exit_code
 
 
 class CommandGroup(TyperGroup):
@@ -28,33 +46,29 @@ class CommandGroup(TyperGroup):
         given = sys.argv[1:] if args is None else list(args)
         try:
             code = super().main(given, *positional, **{**options, "standalone_mode": False})
-        except SystemExit:  # raised by rich where the reader of the help has gone away, and after a shell completion
+        except (
+            SystemExit
+        ) as end:  # of a signal, or of rich where the reader of the help has gone away
             discard_stdout()
-            code = 0
+            code = 0 if end.code == 1 else end.code
         except OSError as error:
             discard_stdout()
             say(f"error: The help cannot be printed: {error.strerror or error}.")
             code = OutputError.exit_code
         except _UsageError as error:
-            wrong = _request_error(error, given)
-            say(f"error: {wrong.message()}")
-            if "--json" in given:
-                print_error(wrong, wrong.exit_code)
-            code = wrong.exit_code
+            code = fail(_request_error(error, given), json="--json" in given).exit_code
         sys.exit(code)
 
 
 def _request_error(error: Any, args: Sequence[str]) -> RequestError:
     """Return the RequestError for a usage error of Typer: its command, and what is wrong."""
-    path = " ".join(
-        ["hqconv", *(args[:1] if error.ctx is None else error.ctx.command_path.split()[1:])]
-    )
-    listed = "commands" if path == "hqconv" else "options"
+    names = args[:1] if error.ctx is None else error.ctx.command_path.split()[1:]
+    path = " ".join(["hqconv", *names])
     return RequestError(
         "The command line is wrong.",
         where=path,
         found=error.format_message().replace("Value error, ", ""),
-        remedy=f"`{path} --help` lists the {listed}.",
+        remedy=f"`{path} --help` shows what there is.",
     )
 
 
@@ -65,11 +79,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: Version = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, flag("Show the version and exit.", "--version")] = False,
+) -> None:
     if version:
         print(f"hqconv {__version__}")
         raise typer.Exit
@@ -77,31 +93,538 @@ def _root(context: typer.Context, version: Version = False) -> None:
         print(context.get_help())
 
 
-for _command in (
-    *(
-        commands.convert,
-        commands.allocate,
-        commands.verify,
-        commands.report,
-        commands.warm,
-        commands.push,
-    ),
-    *(commands.publish, commands.evaluate, commands.check, commands.inspect, commands.schemas),
-):
-    app.command()(_command)
-
-
 def main() -> None:
-    """Entry point of the `hqconv` command."""
+    """Run the command of the command line, and exit."""
     from hqconv.io.file_access import raise_limit
 
-    interrupt.listen()
     raise_limit()
-    if sys.stdout is None:  # closed by the shell: >&-
-        sys.stdout = ClosedStream()
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the life of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     app(prog_name="hqconv")
+
+
+# --- options of several commands
+
+Src = Annotated[
+    str, typer.Argument(metavar="SRC", help="Model folder, Hub repo id (org/name), or GGUF file.")
+]
+Artifact = Annotated[str, typer.Argument(metavar="OUT", help="Artifact folder.")]
+Repo = Annotated[
+    str,
+    typer.Argument(
+        metavar="ORG/NAME", help="Hub repo (org/name). It is created if it does not exist."
+    ),
+]
+OutFolder = Annotated[
+    str | None,
+    flag(
+        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], plus other non-default options]",
+        "--out",
+        "-o",
+    ),
+]
+Config = Annotated[
+    str | None,
+    flag(
+        "Recipe: a TOML file with these options and per-layer overrides, or a name from `hqconv schemas --recipes`."
+    ),
+]
+Revision = Annotated[str | None, flag("Branch, tag or commit of the Hub repo.")]
+Source = Annotated[
+    str | None, flag("Source checkpoint of the conversion: a folder or a Hub repo id.")
+]
+Layers = Annotated[
+    str | None, flag("Layers to check, e.g. 0,3-5.  [default: all, or a sample for the kernel]")
+]
+Checks = Annotated[
+    str | None,
+    flag(
+        "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]"
+    ),
+]
+MaxError = Annotated[
+    float | None,
+    flag(
+        "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15.",
+        min=0,
+    ),
+]
+Evaluate = Annotated[
+    str | None,
+    flag(
+        "Text that the finished artifact is evaluated on.  [default: what --calibrate does not read of its own]"
+    ),
+]
+MaxKl = Annotated[
+    float | None,
+    flag(
+        "Fail with exit code 1 if the evaluation's mean KL divergence exceeds this value, e.g. 0.05.",
+        min=0,
+    ),
+]
+Private = Annotated[bool, flag("Create the Hub repo as a private repo.", "--private")]
+Branch = Annotated[str | None, flag("Branch of the Hub repo.  [default: main]")]
+
+
+def _names(text: str | None) -> Any:
+    """Split a list with commas; None without one."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+# --- commands
+
+
+@app.command()
+@command(*CONVERSION, *RUN)
+def convert(
+    screen: Screen,
+    src: Src,
+    out: OutFolder = None,
+    config: Config = None,
+    revision: Revision = None,
+    max_error: MaxError = None,
+    evaluate: Evaluate = None,
+    max_kl: MaxKl = None,
+    dry_run: Annotated[
+        bool, flag("Print the plan and exit without writing anything.", "--dry-run")
+    ] = False,
+    profile: Annotated[
+        str | None, flag("Write the time spent in each stage to this file, as JSON.")
+    ] = None,
+    **options: Any,
+) -> Result:
+    """Quantize the experts of a checkpoint and write an artifact."""
+    from hqconv import api
+    from hqconv.artifact.error_summary import over_limits
+    from hqconv.conversion.option_values import torchrun_part
+
+    def on_plan(plan: ConversionPlan, place: Path) -> None:
+        if profile is not None and Path(profile).is_relative_to(place.resolve()):
+            what = "The profile would lie inside the artifact."
+            raise OutputError(what, where=str(profile), remedy="Name another path.")
+        screen.on_plan(plan)
+
+    options.setdefault("part", torchrun_part())
+    if dry_run:
+        arguments, run = split_options(options)
+        plan = api.plan(src, config=config, revision=revision, device=run.device, **arguments)
+        document = api.describe_plan(plan, out, **vars(run))
+        return Result(document, OutputError.exit_code if document["notes"] else 0, is_output=True)
+    with screen.progress() as progress:
+        report = api.convert(
+            src,
+            out,
+            config=config,
+            revision=revision,
+            evaluate=evaluate,
+            max_kl=max_kl,
+            on_plan=on_plan,
+            progress=progress.update,
+            **options,
+        )
+    screen.warn(*report.warnings)
+    if profile is not None:
+        place = Path(profile)
+        text = json.dumps({"profile_of": "hqconv convert", **report.profile}, indent=2)
+        write_whole(place.parent, place.name, f"{text}\n".encode())
+    document = report.to_dict()
+    if not report.is_complete:
+        return Result(document)
+    over = over_limits(report.errors, report.evaluation, max_error, max_kl)
+    limits = {"max_error": max_error, "max_kl": max_kl}
+    for name, limit in limits.items():
+        if limit is not None:
+            document |= {name: limit, f"over_{name}": over[f"over_{name}"]}
+    return Result(document, _exceeded(over, limits, report.evaluation))
+
+
+def _exceeded(
+    over: Mapping[str, Any], limits: Mapping[str, Any], evaluation: Mapping[str, Any] | None
+) -> int:
+    """Print a message for each limit that is exceeded, or cannot be judged, and return the exit code.
+
+    over: of `over_limits`.
+    """
+    errors = []
+    if over["over_max_error"]:
+        worst = over["over_max_error"][0]
+        errors.append(
+            VerificationError(
+                f"The relative error of {len(over['over_max_error'])} projections is above --max-error.",
+                where=f"{worst['block']}, {worst['projection']}",
+                expected=limits["max_error"],
+                found=worst["relative_error"],
+                remedy="Another --schema, or --quantizer mse, gives smaller errors. They are errors of weights, which "
+                "--calibrate makes larger, and those of outputs smaller.",
+            )
+        )
+    if over["over_max_kl"]:
+        errors.append(
+            VerificationError(
+                "The mean KL divergence is above --max-kl, or not known.",
+                where="" if evaluation is None else evaluation["text"]["name"],
+                expected=limits["max_kl"],
+                found="no evaluation" if evaluation is None else evaluation["kl"]["mean"],
+                remedy="Another --schema, or more --calibrate-tokens, gives a smaller one.",
+            )
+        )
+    for error in errors:
+        say(f"error: {error.message()}")
+    return _FAILED if errors else 0
+
+
+@app.command()
+@command(*(name for name in CONVERSION if name not in NOT_ALLOCATED), *WORK, "max_gpu_memory")
+def allocate(
+    screen: Screen,
+    src: Src,
+    out: Annotated[
+        str | None,
+        flag(
+            "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
+            "--out",
+            "-o",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        flag(
+            "Budget: bytes of the experts' tensors on all ranks, scales and padding included, e.g. 120GB."
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        flag(
+            "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
+        ),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        flag(
+            "Comma-separated list of schemas, e.g. mxfp4,int4-g32,fp8.  "
+            "[default: a list that fits target and activations]"
+        ),
+    ] = None,
+    revision: Revision = None,
+    **options: Any,
+) -> Result:
+    """Choose a schema for each GEMM of each layer within a budget, and write a recipe for convert --config."""
+    from hqconv import api
+
+    with screen.progress() as progress:
+        document = api.allocate(
+            src,
+            out,
+            size=size,
+            bits=bits,
+            candidates=candidates,
+            revision=revision,
+            progress=progress.update,
+            **options,
+        )
+    return Result(document)
+
+
+@app.command()
+@command(*WORK, *HUB)
+def verify(
+    screen: Screen,
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Artifact folder, or Hub repo id (org/name).")
+    ],
+    source: Source = None,
+    revision: Annotated[
+        str | None,
+        flag("Branch, tag or commit: of the source with --source, else of the artifact."),
+    ] = None,
+    checks: Checks = None,
+    layers: Layers = None,
+    tokens: Annotated[str, flag("Batch sizes of the kernel check, in tokens.")] = "1,17,256",
+    max_error: MaxError = None,
+    report: Annotated[
+        str | None, flag("Write an HTML report with the results to this file.")
+    ] = None,
+    **options: Any,
+) -> Result:
+    """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
+    from hqconv import api
+
+    page = None
+    if report is not None:
+        page = output_file(Path(report), "--report", _PAGE, [Path(out), Path(source or out)])
+    with screen.progress() as progress:
+        verified = api.verify(
+            out,
+            source,
+            checks=_names(checks),
+            layers=None if layers is None else parse_numbers(layers, "--layers"),
+            tokens=parse_numbers(tokens, "--tokens", 1),
+            max_error=max_error,
+            revision=revision,
+            progress=progress.of_check,
+            **options,
+        )
+    document = verified.to_dict()
+    if page is not None:
+        from hqconv.cli.page import write_page
+
+        write_page(Path(out), page, document)
+        say(f"The page is in {page}.")
+    return Result(document, 0 if verified.passed else _FAILED)
+
+
+_PAGE = FileKind(
+    "a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head
+)
+
+
+@app.command()
+@command()
+def report(
+    screen: Screen,
+    out: Artifact,
+    page: Annotated[
+        str | None, flag("Output file.  [default: ./OUT.report.html]", "--out", "-o")
+    ] = None,
+) -> Result:
+    """Write an HTML report about an artifact: facts, errors, worst experts, evaluation. No network is needed."""
+    from hqconv.cli.page import write_page
+
+    root = Path(out)
+    place = Path(page or f"{root.resolve().name}.report.html")
+    return Result(write_page(root, output_file(place, "-o", _PAGE, [root])))
+
+
+@app.command()
+@command()
+def warm(
+    screen: Screen,
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT", help="Artifact folder, or any checkpoint: a folder or a Hub repo id."
+        ),
+    ],
+    gpu: Annotated[
+        str | None,
+        flag(
+            "GPU of the server: t4, a100, l40s, h200, b200 … or FILE.json.  [default: GPU of this machine]"
+        ),
+    ] = None,
+    tp: Annotated[
+        int,
+        flag("Number of TP ranks of the server of a checkpoint; an artifact has its own.", min=1),
+    ] = 1,
+    ep: Annotated[
+        int,
+        flag("Number of EP ranks of the server of a checkpoint; an artifact has its own.", min=1),
+    ] = 1,
+    quantization: Annotated[
+        str | None, flag("The server's --quantization, for a checkpoint, e.g. humming.")
+    ] = None,
+    moe_backend: Annotated[
+        str | None, flag("The server's --moe-backend, for a checkpoint, e.g. humming.")
+    ] = None,
+    kernels: Annotated[
+        str | None, flag("Output folder for the kernels of an artifact.  [default: OUT-kernels]")
+    ] = None,
+    jobs: Annotated[
+        int | None, flag("Number of parallel compiler processes.  [default: all processors]", min=1)
+    ] = None,
+) -> Result:
+    """Compile the kernels for serving an artifact or a checkpoint. Works on any machine with the CUDA compiler."""
+    from hqconv.warm import compile_kernels
+
+    document = compile_kernels.warm(
+        out,
+        gpu=gpu,
+        tp=tp,
+        ep=ep,
+        quantization=quantization,
+        moe_backend=moe_backend,
+        kernels=kernels,
+        jobs=jobs,
+        announce=screen.say,
+    )
+    return Result(document)
+
+
+@app.command()
+@command()
+def push(
+    screen: Screen, out: Artifact, repo: Repo, private: Private = False, branch: Branch = None
+) -> Result:
+    """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
+    from hqconv import api
+
+    pushed = api.push(out, repo, private=private, branch=branch, announce=screen.say)
+    return Result(pushed.to_dict())
+
+
+@app.command()
+@command(*CONVERSION, *(name for name in RUN if name not in MODES))
+def publish(
+    screen: Screen,
+    src: Src,
+    repo: Repo,
+    out: OutFolder = None,
+    config: Config = None,
+    revision: Revision = None,
+    private: Private = False,
+    branch: Branch = None,
+    checks: Checks = None,
+    max_error: MaxError = None,
+    evaluate: Evaluate = None,
+    max_kl: MaxKl = None,
+    **options: Any,
+) -> Result:
+    """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
+    from hqconv import api
+
+    with screen.progress() as progress:
+        published = api.publish(
+            src,
+            repo,
+            out,
+            config=config,
+            revision=revision,
+            private=private,
+            branch=branch,
+            checks=_names(checks),
+            max_error=max_error,
+            evaluate=evaluate,
+            max_kl=max_kl,
+            on_plan=lambda plan, _: screen.on_plan(plan),
+            progress=progress.update,
+            check_progress=progress.of_check,
+            announce=screen.say,
+            **options,
+        )
+    if published.converted is not None:
+        screen.warn(*published.converted.warnings)
+    document = published.to_dict()
+    _exceeded(document, {"max_error": max_error, "max_kl": max_kl}, published.evaluation)
+    return Result(document, 0 if published.passed else _FAILED)
+
+
+@app.command()
+@command(*WORK)
+def evaluate(
+    screen: Screen,
+    out: Artifact,
+    source: Annotated[
+        str, flag("Source checkpoint that the artifact was made from: a folder or a Hub repo id.")
+    ],
+    text: Annotated[str, flag("Text file for the evaluation, which calibration did not see.")],
+    num_tokens: Annotated[
+        int, flag("Maximum number of tokens of the text.", "--tokens", min=1)
+    ] = 16384,
+    context_length: Annotated[
+        int, flag("Number of tokens in a sequence.", "--context", min=1)
+    ] = 512,
+    compute_dtype: Annotated[
+        str, flag("Dtype of the computation: float32, bfloat16 or float16.")
+    ] = "float32",
+    revision: Revision = None,
+    **options: Any,
+) -> Result:
+    """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    from hqconv import api
+
+    document = api.evaluate(
+        out,
+        source,
+        text,
+        num_tokens=num_tokens,
+        context_length=context_length,
+        compute_dtype=compute_dtype,
+        revision=revision,
+        **options,
+    )
+    return Result(document)
+
+
+@app.command()
+@command("max_memory", "threads", *HUB)
+def check(
+    screen: Screen,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT", help="Model folder, Hub repo id (org/name), or GGUF file to check."
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        flag("Original that it was made from, in any form: a folder, a Hub repo id, a GGUF file."),
+    ] = None,
+    layers: Layers = None,
+    sample: Annotated[
+        int | None,
+        flag("Number of experts to check in each layer, evenly spread.  [default: all]", min=1),
+    ] = None,
+    revision: Annotated[
+        str | None, flag("Branch, tag or commit of the checkpoint; --against takes org/name@REV.")
+    ] = None,
+    **options: Any,
+) -> Result:
+    """Check a checkpoint that anyone published: is it what it says? With --against also if it is the original's."""
+    from hqconv import api
+
+    with screen.progress() as progress:
+        document = api.check(
+            checkpoint,
+            against,
+            layers=None if layers is None else parse_numbers(layers, "--layers"),
+            sample=sample,
+            revision=revision,
+            progress=progress.update,
+            **options,
+        )
+    return Result(document, 0 if document["passed"] else _FAILED)
+
+
+@app.command()
+@command()
+def inspect(
+    screen: Screen,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC|OUT", help="Model folder, Hub repo id, GGUF file, or artifact."
+        ),
+    ],
+    revision: Revision = None,
+) -> Result:
+    """Describe a model folder, a Hub repo or an artifact."""
+    from hqconv import api
+
+    document = api.inspect(path, revision=revision)
+    return Result(document, _FAILED if document.get("is_damaged") else 0, is_output=True)
+
+
+@app.command()
+@command()
+def schemas(
+    screen: Screen,
+    recipes: Annotated[
+        bool, flag("List the recipes and schema files that come with hqconv.", "--recipes")
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        flag(
+            "Show the schemas to take for this GPU (a name or an architecture), and those that run on it.",
+            "--for",
+        ),
+    ] = None,
+) -> Result:
+    """List the weight and activation schemas, those for one GPU, or the recipes that come with hqconv."""
+    from hqconv.reports.documents import describe_gpu, describe_recipes, describe_schemas
+
+    if recipes and gpu is not None:
+        raise RequestError("--recipes and --for exclude each other.", remedy="Give one of them.")
+    if recipes:
+        return Result(describe_recipes(), is_output=True)
+    document = describe_schemas() if gpu is None else describe_gpu(gpu)
+    return Result(document, is_output=True)

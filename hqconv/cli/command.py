@@ -1,4 +1,4 @@
-"""Frame of every command: parameters, logging, the printed result, one message and exit code for every failure."""
+"""Frame of every command: its options on the command line, its log, its result, and one message for each failure."""
 
 from __future__ import annotations
 
@@ -7,48 +7,115 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hqconv.cli.options import at_home, takes
-from hqconv.cli.output import discard_stdout, logged, of_rank, one_message, print_json, warn
+from hqconv.cli.output import discard_stdout, logged, one_message, print_json, say, warn
 from hqconv.errors import RequestError
 from hqconv.io.durable_files import FileKind, output_file
+from hqconv.schemas.options import ConversionArguments, RunOptions, plain_type
+from hqconv.schemas.recipe import parse_runs
 
-PAGE = FileKind(
-    "a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head
-)
-_WRITTEN = {  # parameters of commands that are output files
+if TYPE_CHECKING:
+    from hqconv.cli.progress_bar import ShownProgress
+    from hqconv.planning.plan import ConversionPlan
+
+_FILES = {
     "log_file": FileKind(
         "a log of hqconv", lambda head: bool(re.match(rb"\d{4}-[\d :,-]+ [A-Z]+ hqconv", head))
     ),
     "profile": FileKind("a profile of hqconv", lambda head: head.startswith(b'{\n  "profile_of":')),
-    "report": PAGE,
-    "page": PAGE,
 }
-# Parameters that are sources and artifacts.
-_FOLDERS = ("src", "path", "model", "source", "checkpoint", "against", "out", "kernels")
+_FOLDERS = ("src", "path", "source", "checkpoint", "against", "out")
+_PANELS = {
+    "Parallelism": ("tp", "tp_split", "ep", "expert_placement", "redundant_experts"),
+    "Hugging Face Hub": ("cache_limit", "keep_source"),
+    "Existing output": ("resume", "overwrite", "update"),
+    "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "part"),
+}
+# Names of options for `command`.
+CONVERSION = tuple(
+    option.name for option in fields(ConversionArguments) if option.metadata.get("is_flag", True)
+)
+RUN = tuple(option.name for option in fields(RunOptions))
+MODES = ("part", "resume", "overwrite", "update")
+WORK = ("device", "max_memory", "threads")
+HUB = ("cache_limit", "keep_source")
+
+
+def flag(text: str, *names: str, **settings: Any) -> Any:
+    """Declare an option of a command. names: its flags, `--name` without any; needed where the value is a bool."""
+    return typer.Option(*names, help=text.replace("[", r"\["), **settings)
+
+
+def _parameter(option: Field[Any]) -> inspect.Parameter:
+    """Return an option's parameter for Typer; it is None where the option is not given."""
+    kind: Any = plain_type(option)
+    text, panel = option.metadata["help"], "Quantization and layout"
+    if option.default and kind is not bool:
+        text += f"  [default: {option.default}]"
+    if "choices" in option.metadata:
+        kind = Literal[option.metadata["choices"]]
+    for heading, names in _PANELS.items():
+        if option.name in names:
+            panel = heading
+    limits = {"min": option.metadata.get("least"), "max": option.metadata.get("most")}
+    name = f"--{option.name.replace('_', '-')}"
+    declared = flag(text, name, rich_help_panel=panel, **limits)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(
+        option.name, keyword, default=None, annotation=Annotated[kind | None, declared]
+    )
 
 
 @dataclass(frozen=True)
 class Result:
-    """Document that a command prints, None for nothing, and its exit code.
+    """Document that a command prints, and its exit code. is_output: the document is all that the command makes."""
 
-    is_output: the document is all that the command makes: a stdout that cannot be written is an error. Of finished work
-    it is a warning.
-    """
-
-    document: Mapping[str, Any] | None
+    document: Mapping[str, Any]
     exit_code: int = 0
     is_output: bool = False
 
 
-def show(document: Mapping[str, Any], *, json: bool, is_output: bool = False) -> None:
-    """Print a document to stdout, as JSON or as tables. A reader that has gone away has seen enough: no error."""
+class Screen:
+    """Progress and warnings of a command on stderr; each warning once, and nothing if quiet."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._warnings: set[str] = set()
+
+    def progress(self) -> ShownProgress:
+        """Return a progress display, a context manager."""
+        from hqconv.cli.progress_bar import ShownProgress
+
+        return ShownProgress(quiet=self._quiet)
+
+    def say(self, text: str) -> None:
+        """Print a sentence about the next step."""
+        if not self._quiet:
+            say(text)
+
+    def warn(self, *warnings: str) -> None:
+        """Print the warnings that were not printed before."""
+        for warning in warnings:
+            if warning not in self._warnings:
+                self._warnings.add(warning)
+                warn(warning, quiet=self._quiet)
+
+    def on_plan(self, plan: ConversionPlan) -> None:
+        """Print the warnings of a plan."""
+        self.warn(*plan.warnings, *plan.notices)
+
+
+def _show(document: Mapping[str, Any], *, json: bool, is_output: bool) -> None:
+    """Print a document to stdout, as JSON or as tables.
+
+    is_output: the document is all that the command makes, so that a stdout that cannot be written is an error. Of
+    finished work it is a warning. A reader that has gone away has seen enough.
+    """
     try:
         if json:
             print_json(document)
@@ -66,74 +133,94 @@ def show(document: Mapping[str, Any], *, json: bool, is_output: bool = False) ->
         warn(f"The report could not be written to stdout: {error}.")
 
 
-def _output_files(options: dict[str, Any]) -> dict[str, Path | None]:
-    """Check the files that a command will write besides artifacts, before any work, and return their places.
+def command(*names: str) -> Callable[[Callable[..., Result]], Callable[..., None]]:
+    """Make a command of a function of a Screen and of options.
 
-    No other option may name the same file, and none of them may lie in a source or an artifact.
-    """
-    given = {
-        name: Path(value)
-        for name, value in options.items()
-        if isinstance(value, Path) or (value and name in _FOLDERS)
-    }
-    folders = [given[name] for name in _FOLDERS if name in given]
-    checked: dict[str, Path | None] = {}
-    for name in options.keys() & _WRITTEN.keys():
-        checked[name] = None
-        if name not in given:
-            continue
-        flag = f"--{name.replace('_', '-')}" if name != "page" else "-o"
-        path = given[name] if name in ("page", "report") else of_rank(given[name])
-        if twice := [
-            other for other, value in given.items() if other != name and _is_same(value, path)
-        ]:
-            found = f"{path}, also of --{twice[0].replace('_', '-')}"
-            raise RequestError("Two options name the same file.", where=flag, found=found)
-        checked[name] = output_file(path, flag, _WRITTEN[name], folders)
-    return checked
-
-
-def _is_same(left: Path, right: Path) -> bool:
-    try:
-        return left.resolve() == right.resolve() or left.samefile(right)
-    except (OSError, RuntimeError, ValueError):  # no file, or no path at all
-        return False
-
-
-def command(
-    function: Callable[..., Any], *own: str, is_artifact: bool = False
-) -> Callable[..., Callable[..., None]]:
-    """Decorate a command with the parameters of an API function, its `own` and the shared options: see `takes`.
-
-    Its result is printed, its work logged, and every failure is one message and a documented exit code.
+    Its `**options` become the options `names` of `ConversionArguments` and `RunOptions`; those that are not given are
+    left out. The result is printed, the work logged, and every failure is one message and a documented exit code.
     """
 
-    def decorate(run: Callable[..., Result]) -> Callable[..., None]:
-        wanted = inspect.signature(run).parameters
-
-        @wraps(run)
-        def guarded(
-            *, json: bool, quiet: bool, verbose: bool, log_file: Path | None, **options: Any
+    def decorate(function: Callable[..., Result]) -> Callable[..., None]:
+        def run(
+            *,
+            json: Annotated[
+                bool, flag("Print the result as one JSON document on stdout.", "--json")
+            ] = False,
+            quiet: Annotated[
+                bool, flag("Print errors only, plus the output of --json.", "--quiet", "-q")
+            ] = False,
+            verbose: Annotated[
+                bool,
+                flag(
+                    "Log the work on stderr: stages, units, downloads, retries, devices.",
+                    "--verbose",
+                    "-v",
+                ),
+            ] = False,
+            log_file: Annotated[
+                str | None,
+                flag("Append the log, with the files that are read and written, to this file."),
+            ] = None,
+            **options: Any,
         ) -> None:
             with ExitStack() as stack, one_message(json=json):  # a failure is logged as well
-                options = {name: at_home(value) for name, value in options.items()}
-                checked = _output_files({**options, "log_file": at_home(log_file)})
-                log_file = checked.pop("log_file")
+                from hqconv.conversion.option_values import torchrun_rank
+
+                rank = torchrun_rank()
+                given = {"log_file": log_file, **options}
+                given = {name: value for name, value in given.items() if value is not None}
+                _check_files(given, rank)
+                place = given.pop("log_file", None)
                 stack.enter_context(
-                    logged(run.__name__, quiet=quiet, verbose=verbose, log_file=log_file)
+                    logged(function.__name__, quiet=quiet, verbose=verbose, log_file=place)
                 )
-                options |= checked
-                own_options = {"json": json, "quiet": quiet, "log_file": log_file}
-                options |= {name: value for name, value in own_options.items() if name in wanted}
-                result = run(**options)
-                is_dry_run = bool(options.get("dry_run"))
-                if result.document is not None and (json or not quiet or is_dry_run):
-                    show(result.document, json=json, is_output=result.is_output)
+                result = function(Screen(quiet=quiet or rank > 0), **given)
+                if json or not quiet or result.is_output or result.exit_code:
+                    _show(result.document, json=json, is_output=result.is_output)
                 if result.exit_code:
                     raise typer.Exit(result.exit_code)
 
-        return takes(function, *own, is_artifact=is_artifact, has_context="context" in wanted)(
-            guarded
+        known = [*fields(ConversionArguments), *fields(RunOptions)]
+        own, shared = (inspect.signature(part, eval_str=True) for part in (function, run))
+        parameters = [
+            *list(own.parameters.values())[1:],
+            *(_parameter(option) for option in known if option.name in names),
+            *shared.parameters.values(),
+        ]
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                parameter.replace(kind=parameter.KEYWORD_ONLY)
+                for parameter in parameters
+                if parameter.kind is not parameter.VAR_KEYWORD
+            ]
         )
+        return run
 
     return decorate
+
+
+def _check_files(options: dict[str, Any], rank: int) -> None:
+    """Put the places of the log and the profile into the options, checked before any work.
+
+    Neither may lie in a source or an artifact, or be the other one. rank: of torchrun, which gives the same command
+    line to all its processes.
+    """
+    folders = [Path(options[name]) for name in _FOLDERS if name in options]
+    for name, kind in _FILES.items():
+        if name in options:
+            path = Path(options[name])
+            if rank:
+                path = path.with_name(f"{path.name}.rank{rank}")
+            options[name] = output_file(path, f"--{name.replace('_', '-')}", kind, folders)
+            folders.append(options[name])
+
+
+def parse_numbers(text: str, name: str, least: int = 0) -> list[int]:
+    """Parse numbers and runs, such as 0,3-5. Raises RequestError for anything else, and for numbers below `least`."""
+    runs = parse_runs(text, name)
+    numbers = [number for first, last in runs for number in range(first, last + 1)]
+    if not numbers or min(numbers) < least:
+        what, expected = "The numbers cannot be used.", f"numbers from {least} up, such as 1,3-5"
+        raise RequestError(what, where=name, expected=expected, found=text)
+    return numbers

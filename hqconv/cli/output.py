@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import logging
 import math
@@ -18,10 +16,8 @@ from typing import Any
 
 import typer
 
-from hqconv.cli import interrupt
 from hqconv.errors import (
     EXIT_BUG,
-    EXIT_INTERRUPTED,
     HqconvError,
     OutputError,
     RequestError,
@@ -30,9 +26,8 @@ from hqconv.errors import (
 )
 from hqconv.version import __version__
 
-JSON_VERSION = (
-    1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
-)
+# Increased when a key that docs/ci.md calls stable is removed or changes its meaning.
+JSON_VERSION = 1
 _MULTILINE_KEYS = ("notes", "obstacle")  # texts that hold messages of hqconv
 _LOG = logging.getLogger(__name__)  # errors and warnings, which stderr shows anyway
 
@@ -48,13 +43,6 @@ def warn(text: str, *, quiet: bool = False) -> None:
     _LOG.warning("%s", text)
     if not quiet:
         say(f"warning: {text}")
-
-
-def of_rank(path: Path) -> Path:
-    """Return a file's path for this process: torchrun gives the same command line to all its processes."""
-    from hqconv.conversion.option_values import torchrun_rank
-
-    return path.with_name(f"{path.name}.rank{torchrun_rank()}") if torchrun_rank() else path
 
 
 class _LineFormatter(logging.Formatter):
@@ -81,27 +69,26 @@ def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -
         raise RequestError(
             "--verbose and --quiet exclude each other.", remedy="Give one of the two."
         )
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    handlers: list[logging.Handler] = []
-    if not quiet:
-        handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
-        handlers[0].addFilter(lambda record: record.name != __name__)
-        handlers[0].setFormatter(
-            _LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S")
-        )
-    if log_file is not None:
-        handlers.append(_LogFile(log_file, encoding="utf-8", errors="backslashreplace"))
-        handlers[-1].setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("hqconv")
     level = package.level
+    handlers: list[logging.Handler] = []
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    else:
+        stderr = _StderrHandler(logging.INFO if verbose else logging.WARNING)
+        stderr.addFilter(lambda record: record.name != __name__)
+        line = "%(asctime)s %(message)s" if verbose else "%(message)s"
+        stderr.setFormatter(_LineFormatter(line, "%H:%M:%S"))
+        handlers.append(stderr)
+        package.setLevel(stderr.level)
+    if log_file is not None:
+        file = _LogFile(log_file, encoding="utf-8", errors="backslashreplace")
+        file.setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers.append(file)
+        package.setLevel(logging.DEBUG)
     for handler in handlers:
         package.addHandler(handler)
-    if handlers:
-        package.setLevel(
-            logging.DEBUG if log_file is not None else logging.INFO if verbose else logging.WARNING
-        )
-        package.info("hqconv %s, Python %s: %s", __version__, sys.version.split()[0], command)
+    package.info("hqconv %s, Python %s: %s", __version__, sys.version.split()[0], command)
     try:
         yield
     finally:
@@ -110,14 +97,6 @@ def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -
             package.removeHandler(handler)
             with suppress(OSError):  # a full disk
                 handler.close()
-
-
-class ClosedStream(io.TextIOBase):
-    """A standard output that the shell has closed (`>&-`): nothing can be written to it."""
-
-    def write(self, _: str) -> int:
-        """Raise OSError."""
-        raise OSError(errno.EBADF, "standard output is closed")
 
 
 def discard_stdout() -> None:
@@ -139,13 +118,6 @@ def print_json(document: Mapping[str, Any]) -> None:
     except OSError:
         discard_stdout()  # half a document may be written: no other document may follow
         raise
-
-
-def print_error(error: HqconvError, exit_code: int) -> None:
-    """Print the document of a failed command. Never fails, because the exit code tells the same."""
-    parts = {key: getattr(error, key) for key in ("what", "where", "expected", "found", "remedy")}
-    with suppress(OSError, ValueError):
-        print_json({"kind": "error", "exit_code": exit_code, **parts})
 
 
 def _head() -> dict[str, Any]:
@@ -174,11 +146,9 @@ def printable_document(value: Any, key: str = "") -> Any:
         return printable(value) if key in _MULTILINE_KEYS else printable_line(value)
     if isinstance(value, Mapping):
         return {printable_document(k): printable_document(item, k) for k, item in value.items()}
-    return (
-        [printable_document(item, key) for item in value]
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return [printable_document(item, key) for item in value]
+    return value
 
 
 @contextmanager
@@ -187,55 +157,45 @@ def one_message(*, json: bool) -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except HqconvError as error:
-        raise _fail(error, json=json) from None
-    except KeyboardInterrupt:  # raised by a library; Ctrl-C is handled by `interrupt`
-        raise _fail(
-            HqconvError(interrupt.MESSAGE), EXIT_INTERRUPTED, interrupt.MESSAGE, json=json
-        ) from None
     except BrokenPipeError:  # the reader of stdout has seen enough, as in `| head -1`
         discard_stdout()
-    except OSError as error:
-        reason, where = str(error.strerror or error), str(error.filename or "")
-        text = f"error: The operating system refused: {reason}" + (
-            f"\n  where: {where}" if where else ""
-        )
-        refused = OutputError("The operating system refused.", where=where, found=reason)
-        raise _fail(refused, text=text, json=json) from None
     except typer.Exit:
         raise
-    except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
-        if shortage := _resource_error(error):
-            raise _fail(shortage, json=json) from None
-        remedy = "Set HQCONV_DEBUG=1 to see the traceback, and please report it."
-        found = f"{type(error).__name__}: {error}"
-        bug = HqconvError("This is a bug of hqconv.", found=found, remedy=remedy)
-        text = f"internal error: {found}\n  what to do: {remedy}"
-        raise _fail(bug, EXIT_BUG, text, json=json) from None
+    except Exception as error:  # noqa: BLE001 - the last resort: one message instead of a traceback
+        if os.environ.get("HQCONV_DEBUG") == "1":
+            traceback.print_exc()
+        raise fail(_as_ours(error), json=json) from None
 
 
-def _resource_error(error: Exception) -> RequestError | None:
-    """RequestError for exhausted memory or threads, recognized from exceptions of Python and torch; else None."""
-    texts = ("can't start new thread", "can't allocate memory", "not enough memory")
-    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-        return None
-    return RequestError(
-        "The system has no more memory or threads.",
-        found=str(error).split("\n")[0] or type(error).__name__,
-        remedy="Lower --max-memory or --threads.",
+def _as_ours(error: Exception) -> HqconvError:
+    """Return the error that people are shown: of the system, for exhausted memory or threads, or for a bug."""
+    if isinstance(error, HqconvError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    shortages = ("can't start new thread", "can't allocate memory", "not enough memory")
+    if isinstance(error, MemoryError) or any(shortage in text for shortage in shortages):
+        return RequestError(
+            "The system has no more memory or threads.",
+            found=text.split("\n")[0],
+            remedy="Lower --max-memory or --threads.",
+        )
+    if isinstance(error, OSError):
+        where, found = str(error.filename or ""), error.strerror or error
+        return OutputError("The operating system refused.", where=where, found=found)
+    return HqconvError(
+        "This is a bug of hqconv.",
+        found=text,
+        remedy="Set HQCONV_DEBUG=1 to see the traceback, and please report it.",
     )
 
 
-def _fail(
-    error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool
-) -> typer.Exit:
-    """Print an error. exit_code, text: None for those of the error."""
-    exit_code = error.exit_code if exit_code is None else exit_code
-    if os.environ.get("HQCONV_DEBUG") == "1":
-        traceback.print_exc()
-    text = f"error: {error.message()}" if text is None else text
-    _LOG.error("%s", text)
-    say(text)
+def fail(error: HqconvError, *, json: bool) -> typer.Exit:
+    """Print an error, and return the exception that ends the command with its exit code."""
+    _LOG.error("%s", error.message())
+    say(f"{'internal error' if error.exit_code == EXIT_BUG else 'error'}: {error.message()}")
     if json:
-        print_error(error, exit_code)
-    return typer.Exit(exit_code)
+        keys = ("exit_code", "what", "where", "expected", "found", "remedy")
+        document = {key: getattr(error, key) for key in keys}
+        with suppress(OSError, ValueError):  # the exit code tells the same
+            print_json({"kind": "error", **document})
+    return typer.Exit(error.exit_code)

@@ -17,16 +17,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
+from rich.table import Column
 
-from hqconv.cli import interrupt
 from hqconv.cli.output import say
 from hqconv.conversion.stages import Progress
 from hqconv.errors import printable_line
 
 _PLAIN_INTERVAL_S = 5.0
-_NO_BAR = "\r\x1b[2K\x1b[?25h"  # clear the line and show the cursor
-_BAR_WIDTH = 12
-_FIGURES_WIDTH = _BAR_WIDTH + 34  # of bar, bytes, speed and time
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -61,18 +58,20 @@ class ShownProgress:
     """
 
     def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._last_line_s = quiet, time.monotonic()
+        self._quiet = quiet
+        self._last_line_s = time.monotonic()
         self._announced = ExitStack()
         self._tasks: dict[str, TaskID] = {}  # by check
         self._begun_s: dict[str, float] = {}  # by check
         self._bar: Bar | None = None
         if not quiet and sys.stderr.isatty():
+            name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
             self._bar = Bar(
-                BarColumn(_BAR_WIDTH),
+                BarColumn(12),
                 DownloadColumn(),
                 TransferSpeedColumn(),
                 TimeRemainingColumn(compact=True),
-                TextColumn("{task.description}", markup=False),
+                name,
                 console=Console(stderr=True, markup=False, highlight=False),
                 transient=True,
                 refresh_per_second=4,
@@ -84,7 +83,6 @@ class ShownProgress:
 
             self._announced.enter_context(announced(say))
         if self._bar is not None:
-            interrupt.set_prefix(_NO_BAR)
             with suppress(OSError):
                 self._bar.start()
         return self
@@ -95,7 +93,6 @@ class ShownProgress:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
-            interrupt.set_prefix("")
         self._announced.close()
 
     def update(self, done: Progress) -> None:
@@ -106,42 +103,27 @@ class ShownProgress:
         """Show the progress of one check of a verification."""
         if self._quiet:
             return
-        head = f"{check} ({done.num_groups_done}/{done.num_groups})".lstrip()
-        group = printable_line(done.group)
+        text = f"{check} ({done.num_units_done}/{done.num_units}) {printable_line(done.unit)}"
+        text = text.strip()
         if self._bar is not None:
             with suppress(OSError):
-                self._update_bar(self._bar, check, done, head, group)
+                self._update_bar(self._bar, check, done, text)
             return
         now_s = time.monotonic()
         passed_s = now_s - self._begun_s.setdefault(check, now_s)
-        if now_s - self._last_line_s >= _PLAIN_INTERVAL_S:
-            self._last_line_s = now_s
-            rate = (
-                f"{human_rate((done.done_bytes - done.resumed_bytes) / passed_s)}  "
-                if passed_s
-                else ""
-            )
-            say(
-                f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}  {rate}{head} {group}"
-            )
+        if now_s - self._last_line_s < _PLAIN_INTERVAL_S:
+            return
+        self._last_line_s = now_s
+        speed = ""
+        if passed_s:
+            speed = f"{human_rate((done.done_bytes - done.resumed_bytes) / passed_s)}  "
+        say(f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}  {speed}{text}")
 
-    def _update_bar(self, bar: Bar, check: str, done: Progress, head: str, group: str) -> None:
+    def _update_bar(self, bar: Bar, check: str, done: Progress, text: str) -> None:
         if check not in self._tasks:
             for task in self._tasks.values():
                 bar.update(task, visible=False)
             self._tasks[check] = bar.add_task(
                 "", total=max(done.total_bytes, 1), completed=done.resumed_bytes
             )
-        room = (
-            bar.console.width - _FIGURES_WIDTH - len(head)
-        )  # the beginning of a long name is cut off, then all of it
-        group = (
-            group
-            if len(group) <= room
-            else f"…{group[len(group) - room + 1 :]}"
-            if room > 8
-            else ""
-        )
-        bar.update(
-            self._tasks[check], completed=done.done_bytes, description=f"{head} {group}".rstrip()
-        )
+        bar.update(self._tasks[check], completed=done.done_bytes, description=text)

@@ -135,7 +135,7 @@ def _summary(document: Document) -> Shown:
     num_in, num_out = document["num_bytes_in"], document["num_bytes_out"]
     seconds = document["seconds"]
     time = [human_seconds(seconds), plural(document["num_workers"], "worker")]
-    if not document["num_groups_resumed"]:
+    if not document["num_units_resumed"]:
         time.insert(1, human_rate(num_in / max(seconds, 1e-9)))
     size = f"{human_bytes(num_in)} → {human_bytes(num_out)} ({num_out / max(num_in, 1):.3f})"
     yield _facts(
@@ -163,7 +163,7 @@ def _resumed_text(document: Document) -> str:
         return "the artifact was already finished: nothing to do"
     if document["replaced_because"]:
         return f"an artifact was there and is replaced: {document['replaced_because']}"
-    num_units = document["num_groups_resumed"]
+    num_units = document["num_units_resumed"]
     return f"already finished: {plural(num_units, 'output unit')}" if num_units else ""
 
 
@@ -220,7 +220,7 @@ def _part(document: Document) -> Shown:
 
 def _unfinished(document: Document) -> Shown:
     yield f"{document['folder']} holds an unfinished conversion, not an artifact yet."
-    count = plural(document["num_groups_done"], "output unit")
+    count = plural(document["num_units_done"], "output unit")
     yield _facts(("finished", count), ("what to do", document["remedy"]))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -24,11 +25,12 @@ _REMEDY = "Calibrate the model again, or use an input schema whose scales are fo
 _NUM_THREADS = 16  # for many small reads at once
 
 
-class _LazyScales(Mapping[str, InputScales]):
-    """The scales of layers whose files are fetched from the Hub one by one: read at the first access."""
+class _LayerScales(Mapping[str, InputScales]):
+    """The scales of layers, read at the first access: files of the Hub are fetched one by one."""
 
-    def __init__(self, source: Source, layers: Iterable[MoeLayer]) -> None:
-        self._source, self._layers = source, {layer.name: layer for layer in layers}
+    def __init__(self, source: Source, plan: ConversionPlan) -> None:
+        self._source = source
+        self._layers = {layer.name: layer for layer in plan.spec.static_layers(plan.experts)}
         self._scales: dict[str, InputScales] = {}
         self._lock = threading.Lock()
 
@@ -52,13 +54,8 @@ def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, Inpu
 
     Of a source on the Hub they are read, and refused, at the first access.
     """
-    layers = plan.spec.static_layers(plan.experts)
-    if source.listing is not None:
-        return _LazyScales(source, layers)
-    if not layers:
-        return {}
-    with ThreadPoolExecutor(_NUM_THREADS, "hqconv-scales") as pool:
-        return {layer.name: reduce_scales(source, layer, pool) for layer in layers}
+    scales = _LayerScales(source, plan)
+    return scales if source.listing is not None else dict(scales)
 
 
 def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
@@ -69,23 +66,20 @@ def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> 
     are no others than 0, and where the ranks of an artifact have different scales.
     """
     reduced = {}
+    read = partial(_read_scale, source, divides=layer.input_scales.divides)
     for gemm, refs in layer.input_scales.refs.items():
-        scales = list(
-            pool.map(lambda ref: _read_scale(source, ref, divides=layer.input_scales.divides), refs)
-        )
-        if layer.format.of("w2").encoding == LAID_OUT and len(set(scales)) > 1:
-            what = "The ranks of an artifact have different scales of activations."
-            where = f"{layer.name}: {gemm}"
-            raise InputError(
-                what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact."
-            )
+        scales = list(pool.map(read, refs))
         reduced[gemm] = max(scales)
+        if layer.format.of("w2").encoding == LAID_OUT and min(scales) != reduced[gemm]:
+            raise InputError(
+                "The ranks of an artifact have different scales of activations.",
+                where=f"{layer.name}: {gemm}",
+                remedy="Verify the artifact.",
+            )
         if not reduced[gemm]:
             raise InputError(
                 "No static activation scale is above zero: calibration used no expert.",
                 where=f"{layer.name}: {gemm}",
-                expected="a number above zero of one expert at least",
-                found=f"{len(scales)} scales of 0, {refs[0].name} the first",
                 remedy=_REMEDY,
             )
     return reduced
@@ -96,15 +90,13 @@ def _read_scale(source: Source, ref: TensorRef, *, divides: bool) -> float:
     data = torch.empty(ref.num_bytes, dtype=torch.uint8)
     source.read_into(ref, data.numpy().data)
     stored = data.view(torch_dtype(ref.dtype)).float()
-    values: list[float] = (stored.reciprocal() if divides else stored).tolist()
-    pairs = zip(stored.tolist(), values, strict=True)
-    wrong = next((one for one, value in pairs if not (math.isfinite(value) and value >= 0)), None)
-    if wrong is not None:
+    scales: list[float] = (stored.reciprocal() if divides else stored).tolist()
+    if not all(math.isfinite(scale) and scale >= 0 for scale in scales):
         raise InputError(
             "A static activation scale is not usable.",
             where=f"tensor {ref.name}",
             expected=usable_scales(divides=divides),
-            found=wrong,
+            found=stored.tolist(),
             remedy=_REMEDY,
         )
-    return max(values)
+    return max(scales)

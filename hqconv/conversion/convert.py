@@ -28,8 +28,8 @@ from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.expected import ExpectedArtifact
 from hqconv.artifact.manifest import json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
+from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
@@ -59,7 +59,7 @@ _LOG = logging.getLogger(__name__)
 class ConversionReport:
     """The result of a conversion.
 
-    errors: MoE layer → projection → quantization error. num_groups_resumed: output units that were complete before this
+    errors: MoE layer → projection → quantization error. num_units_resumed: output units that were complete before this
     run; all of them where `was_finished` (the artifact existed already). seconds: duration of this run.
     manifest_sha256: digest of hqconv.json; "" where this process did a part, and the artifact is not finished yet:
     `missing` are the units that no ended part has done, `parts_at_work` the other parts that are not at their end.
@@ -74,7 +74,7 @@ class ConversionReport:
     num_ranks: int
     num_bytes_in: int
     num_bytes_out: int
-    num_groups_resumed: int
+    num_units_resumed: int
     errors: dict[str, dict[str, Any]]
     seconds: float
     num_workers: int
@@ -288,7 +288,7 @@ class _Conversion:
                 folder,
                 errors,
                 "",
-                num_groups_resumed=num_resumed,
+                num_units_resumed=num_resumed,
                 missing=missing,
                 parts_at_work=at_work,
             )
@@ -311,7 +311,7 @@ class _Conversion:
             folder,
             manifest.errors(),
             manifest.sha256,
-            num_groups_resumed=len(self.plan.units),
+            num_units_resumed=len(self.plan.units),
             was_finished=True,
         )
 
@@ -338,8 +338,7 @@ class _Conversion:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
             for layer in _calibrated_layers(missing):
                 self.inputs.expect(layer.layer, num_batches(layer, self.staging.num_experts))
-        is_calibrated = self.plan.spec.encoding.calibration is not None
-        with bounded_gpu(self.resources, "Then go on with --resume.", is_calibrated=is_calibrated):
+        with bounded_gpu(self.resources, "Then go on with --resume."):
             executor = Executor(
                 self.source,
                 folder.root,
@@ -404,7 +403,7 @@ class _Conversion:
         source.guard.check_unchanged()
         folder.seal(data)
         return self._report(
-            folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed
+            folder, errors, hashlib.sha256(data).hexdigest(), num_units_resumed=num_resumed
         )
 
     def _report(
@@ -449,7 +448,7 @@ def calibrated_inputs(
     RequestError where the text changed since the plan, or the activation of the experts is not known.
     """
     calibration = plan.spec.encoding.calibration
-    if calibration is None or not calibration.files or not layers:
+    if calibration is None or calibration.path is None or not layers:
         yield None
         return
     unknown = next((one.layer for one in layers if not one.layer.knows_activation), None)
@@ -463,7 +462,7 @@ def calibrated_inputs(
     source.fetch(plan.other_files)  # the tokenizer's among them
     with expert_inputs(
         source,
-        calibration.files,
+        calibration.path,
         calibration.num_tokens,
         calibration.context_length,
         resources.device,

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from hqconv.calibration.gptq import quantize_by_outputs
-from hqconv.calibration.inputs import LayerInputs
+from hqconv.calibration.inputs import ExpertActivations
 from hqconv.errors import InputError
+from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.formats.source_format import DIRECT_ROUNDED
-from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
@@ -87,7 +87,7 @@ class LayerEncoder:
     layer: MoeLayer
     encoding: LayerEncoding
     device: torch.device
-    inputs: LayerInputs | None = None  # of a calibration
+    inputs: ExpertActivations | None = None  # of a calibration
 
     def encode(
         self,
@@ -149,7 +149,7 @@ class LayerEncoder:
         experts: Sequence[int],
         raw: RawExperts | None,
         stacks: Mapping[str, torch.Tensor] | None,
-        inputs: LayerInputs,
+        inputs: ExpertActivations,
     ) -> EncodedBatch:
         """Quantize by the error of the experts' outputs on a calibration's tokens. stacks: of `float_stacks`."""
         layer, encoding = self.layer, self.encoding
@@ -177,9 +177,9 @@ class LayerEncoder:
                     [{role: one[role] for role in roles} for one in each], of_gemm
                 )
                 continue
-            products = inputs.of_hidden
+            products = inputs.hidden_products
             if roles == ["w2"]:
-                products = inputs.of_intermediate(experts, given, layer.activation, quantized)
+                products = inputs.intermediate_products(experts, given, layer.activation, quantized)
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
@@ -256,7 +256,7 @@ class LayerEncoder:
         ref = self.layer.sources[expert][role]["weight"]
         return (
             f"{ref.name}, expert {expert}"
-            if self.layer.parts[role]["weight"].is_stacked
+            if self.layer.slices[role]["weight"].is_stacked
             else ref.name
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hqconv.calibration.inputs import LayerInputs
+from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
@@ -183,7 +183,7 @@ def encode_to_runs(
     out: torch.Tensor | None,
     *,
     is_careful: bool = False,
-    inputs_of: Callable[[MoeLayer], LayerInputs | None] | None = None,
+    inputs_of: Callable[[MoeLayer], ExpertActivations | None] | None = None,
 ) -> EncodedRuns:
     """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 

@@ -12,12 +12,12 @@ import torch
 
 from hqconv.artifact.load import RankGemm
 from hqconv.conversion.encode import DeferredCheckError, LayerEncoder
-from hqconv.errors import RequestError
-from hqconv.formats.source_matrix import SourceMatrix
+from hqconv.errors import RequestError, first_few
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
 from hqconv.models.expert_bytes import RawExperts, RawLayout
-from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.models.expert_map import map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.checks import check_request
 from hqconv.planning.output_units import MoeLayerPlan, kernel_unit
@@ -66,74 +66,67 @@ def layer_to_kernel(
             "The names of a checkpoint's tensors are read with its config.",
             where="model_config",
             expected="config.json of the model, or the tensors w13 and w2 alone",
-            found=", ".join(list(weights)[:3]),
+            found=first_few(list(weights)),
         )
-    devices = {tensor.device for tensor in weights.values()}
+    devices = {str(tensor.device) for tensor in weights.values()}
     if len(devices) != 1:
-        raise RequestError(
-            "All tensors must be on one device.",
-            where="weights",
-            found=", ".join(map(str, devices)),
-        )
-    (device,) = devices
+        what, found = "All tensors must be on one device.", ", ".join(devices)
+        raise RequestError(what, where="weights", found=found)
+    device = next(iter(weights.values())).device
     planned, schema = _plan(weights, dict(model_config), options, device)
     grid, layer = planned.grid, planned.layer
     if not (tp_rank in range(grid.tp) and ep_rank in range(grid.ep)):
-        found = f"tp rank {tp_rank}, ep rank {ep_rank}"
-        expected = f"tp rank < {grid.tp}, ep rank < {grid.ep}"
         raise RequestError(
-            "There is no such rank.", where="to_kernel", expected=expected, found=found
+            "There is no such rank.",
+            where="to_kernel",
+            expected=f"tp rank < {grid.tp}, ep rank < {grid.ep}",
+            found=f"tp rank {tp_rank}, ep rank {ep_rank}",
         )
     local = grid.local_experts(layer.num_experts, ep_rank)
-    tensors = {
-        gemm: {
-            name: torch.empty((len(local), *one.shape), dtype=torch_dtype(one.dtype), device=device)
-            for name, one in form.tensors.items()
+    gemms = {}
+    for gemm, form in planned.forms.items():
+        config = {**form.config, "num_experts": len(local)}
+        tensors = {
+            name: torch.empty((len(local), *ref.shape), dtype=torch_dtype(ref.dtype), device=device)
+            for name, ref in form.tensors.items()
         }
-        for gemm, form in planned.forms.items()
-    }
-    part = next(one for one in planned.slices if one.rank == tp_rank)
-    flat = {
+        gemms[gemm] = RankGemm(config, tensors, schema.of(gemm).rotation)
+    stored = {
         name: tensor.detach().contiguous().flatten().view(torch.uint8)
         for name, tensor in weights.items()
     }
+    part = next(part for part in planned.slices if part.rank == tp_rank)
     step = max(1, _BATCH_BYTES * layer.num_experts // layer.num_bytes)
     for begin in range(0, len(local), step):
         experts = local[begin : begin + step]
-        packed = _packed(planned, experts, flat, device)
-        for gemm, of_gemm in gemm_tensors(packed, schema, part).items():
-            for name, tensor in to_kernel(planned.forms[gemm], of_gemm).items():
-                tensors[gemm][name][begin : begin + len(experts)].copy_(tensor)
-    return {
-        gemm: RankGemm(
-            {**form.config, "num_experts": len(local)}, tensors[gemm], schema.of(gemm).rotation
-        )
-        for gemm, form in planned.forms.items()
-    }
+        packed = _packed(planned, experts, stored, device)
+        for gemm, sliced in gemm_tensors(packed, schema, part).items():
+            for name, tensor in to_kernel(planned.forms[gemm], sliced).items():
+                gemms[gemm].tensors[name][begin : begin + len(experts)].copy_(tensor)
+    return gemms
 
 
 def _as_checkpoint(
     weights: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Name w13 [E, 2I, H] and w2 [E, H, I] as a checkpoint of gated experts does, with a config of their sizes."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-    w13, w2 = shapes["w13"], shapes["w2"]
-    if len(w13) != 3 or len(w2) != 3 or w13 != (w2[0], 2 * w2[2], w2[1]):
-        expected = "[E, 2I, H] and [E, H, I]"
+    w13, w2 = weights["w13"].shape, weights["w2"].shape
+    if len(w2) != 3 or w13 != (w2[0], 2 * w2[2], w2[1]):
         raise RequestError(
             "The shapes are not of experts' matrices.",
             where="weights",
-            expected=expected,
-            found=found,
+            expected="[E, 2I, H] and [E, H, I]",
+            found=f"{list(w13)} and {list(w2)}",
         )
     config = {
         "model_type": "qwen3_moe",
-        "num_experts": w13[0],
+        "num_experts": w2[0],
         "num_experts_per_tok": 1,
         "hidden_act": "silu",
+        "hidden_size": w2[1],
+        "moe_intermediate_size": w2[2],
+        "num_hidden_layers": 1,
     }
-    config |= {"hidden_size": w13[2], "moe_intermediate_size": w2[2], "num_hidden_layers": 1}
     return {_STACKS[name]: tensor for name, tensor in weights.items()}, config
 
 
@@ -144,27 +137,23 @@ def _plan(
     device: torch.device,
 ) -> tuple[MoeLayerPlan, LayerSchema]:
     """Plan the layer as `convert` would, with its checks; return the schemas of its GEMMs, too."""
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in weights.items()}
-    for name, tensor in weights.items():
+    refs = {}
+    for number, (name, tensor) in enumerate(weights.items()):
         if not is_stored(tensor.dtype):
-            what = "A tensor has a dtype that no checkpoint holds."
-            raise RequestError(
-                what, where=name, expected="bfloat16, float16, float32 …", found=tensor.dtype
-            )
-    refs = {
-        name: TensorRef(
-            name, code_of_torch(tensor.dtype), tuple(tensor.shape), number, 0, sizes[name]
-        )
-        for number, (name, tensor) in enumerate(weights.items())
-    }
+            what, expected = "A tensor has a dtype that no checkpoint holds.", "bfloat16, float16 …"
+            raise RequestError(what, where=name, expected=expected, found=tensor.dtype)
+        code, shape = code_of_torch(tensor.dtype), tuple(tensor.shape)
+        refs[name] = TensorRef(name, code, shape, number, 0, tensor.nbytes)
     experts = map_experts(refs, config, config.get("quantization_config"))
-    _check(experts, options)
-    sm = (
-        "sm{}{}".format(*torch.cuda.get_device_capability(device))
-        if device.type == "cuda"
-        else None
-    )
-    target = options.target or sm
+    needs_more = options.calibrate is not None or options.overrides or options.inputs.is_static
+    if options.layout != KERNEL or needs_more or len(experts.layers) > 1:
+        raise RequestError(
+            "Weights of one layer in memory are not enough for this.",
+            expected="one layer, the kernel layout, dynamic activations, rtn or mse",
+        )
+    target = options.target
+    if target is None and device.type == "cuda":
+        target = "sm{}{}".format(*torch.cuda.get_device_capability(device))
     if target is None:
         what, found = "The target GPU must be named.", "tensors on the CPU"
         raise RequestError(what, where="target", expected="h100, sm90 …", found=found)
@@ -173,46 +162,23 @@ def _plan(
     return kernel_unit(experts.layers[0], spec), spec.schema
 
 
-def _check(experts: ExpertMap, options: ConversionOptions) -> None:
-    """Refuse several layers at once, and options that need more than a layer's weights."""
-    other = {
-        "layout": options.layout != KERNEL,
-        "calibrate": options.calibrate is not None,
-        "overrides": bool(options.overrides),
-        "input_schema": options.inputs.is_static,
-    }
-    if named := [name for name, is_asked in other.items() if is_asked]:
-        what = "Weights of one layer in memory are not enough for this."
-        raise RequestError(
-            what,
-            where=", ".join(named),
-            expected="the kernel layout, dynamic activations, rtn or mse",
-        )
-    if len(experts.layers) > 1:
-        found = ", ".join(layer.name for layer in experts.layers)
-        raise RequestError(
-            "One layer is converted at a time.", where="weights", expected="one layer", found=found
-        )
-
-
 def _packed(
     planned: MoeLayerPlan,
     experts: Sequence[int],
-    flat: Mapping[str, torch.Tensor],
+    stored: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Encode some experts, whose tensors' bytes are `flat`: role → packed tensors. Raises InputError for bad values."""
+    """Encode some experts, from tensors' bytes: role → packed tensors. Raises InputError for bad values."""
     layout = RawLayout(planned.layer, experts)
     raw = RawExperts(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
     for ref, start in layout.ranges:
-        raw.buffer[start : start + ref.num_bytes] = flat[ref.name][
-            ref.offset_bytes : ref.offset_bytes + ref.num_bytes
-        ]
+        values = stored[ref.name].narrow(0, ref.offset_bytes, ref.num_bytes)
+        raw.buffer[start : start + ref.num_bytes] = values
     encoder = LayerEncoder(_InMemory(), planned.layer, planned.encoding, device)
+    encoded = encoder.encode(experts, raw)
     try:
-        done = encoder.encode(experts, raw)
-        done.error_sums([one.cpu() for one in done.measured])
+        encoded.error_sums([sums.cpu() for sums in encoded.measured])
     except DeferredCheckError:
-        done = encoder.encode(experts, raw, is_careful=True)
-        done.error_sums([one.cpu() for one in done.measured])
-    return done.tensors
+        encoded = encoder.encode(experts, raw, is_careful=True)
+        encoded.error_sums([sums.cpu() for sums in encoded.measured])
+    return encoded.tensors

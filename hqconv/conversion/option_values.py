@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.grid import EVEN
+from hqconv.schemas.options import RunOptions
 from hqconv.schemas.weight_schema import SOURCE
 from hqconv.sources.opening import own_target
 
@@ -24,31 +25,30 @@ if TYPE_CHECKING:
     from hqconv.conversion.resources import Resources
     from hqconv.models.source_protocol import Source
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.planning.spec import ConversionOptions, ConversionSpec
+    from hqconv.planning.spec import ConversionOptions
 
 _LOG = logging.getLogger(__name__)
 
-
-_MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
 _PATHFINDER = "cuda.pathfinder"  # with which Humming looks for its compiler
-_USUAL_SM = 90  # left out of folder names
-_CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schema runs at all
+# The target of a machine without a GPU and of the checkpoint layout, whose bytes depend on none; no name of a folder
+# has it.
+USUAL_TARGET = "sm90"
 
 
-def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
+def parse_bytes(size: str | int, option: str) -> int:
     """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
     match = re.fullmatch(
-        r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE
+        r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?))?(B?)", str(size).strip(), re.IGNORECASE
     )
-    if match is None or (match[3] and not match[2]) or not float(match[1]):
+    if match is None or not float(match[1]):
         raise RequestError(
             "The option's value is not a size.",
             where=option,
             expected="such as 512MiB, 4GiB, 2GB or a number of bytes",
             found=size,
         )
-    number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
-    power = " KMGT".index(prefix) if prefix else 0
+    number, prefix, binary, unit = match.groups()
+    power = " KMGT".index(prefix.upper()) if prefix else 0
     return int(float(number) * (1000 if unit and not binary else 1024) ** power)
 
 
@@ -60,21 +60,19 @@ def choose_device(text: str, number: int = 0) -> str:
     text = str(text)  # a torch.device too
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
     if match is None:
-        expected = "auto, cuda, cuda:N or cpu"
-        raise RequestError(
-            "There is no such device.", where="--device", expected=expected, found=text
-        )
+        what, expected = "There is no such device.", "auto, cuda, cuda:N or cpu"
+        raise RequestError(what, where="--device", expected=expected, found=text)
     num_devices = 0 if text == "cpu" else _num_gpus()
     if text == "cpu" or (text == "auto" and not num_devices):
         return "cpu"
     index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
-        what, expected = (
+        raise RequestError(
             "There is no such CUDA device.",
-            f"one of {plural(num_devices, 'CUDA device')}",
+            where=f"--device {text}",
+            expected=f"one of {plural(num_devices, 'CUDA device')}",
+            remedy="Use --device cpu: without --calibrate the bytes are the same.",
         )
-        remedy = "Use --device cpu: without --calibrate the bytes are the same."
-        raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
     return f"cuda:{index}"
 
 
@@ -122,141 +120,90 @@ def _num_gpus() -> int:
 def choose_target(options: ConversionOptions, source: Source, device: str) -> GpuTarget:
     """Return the target of `--target` and `--cuda`, with `--schema source` an artifact's own, or the GPU `device`.
 
-    Raises RequestError if there is none. The checkpoint layout does not depend on the target.
+    Without any of them it is sm90, and a warning is logged. The checkpoint layout does not depend on the target.
     """
-    cuda = options.cuda
-    if options.target is not None:
-        return parse_target(options.target, cuda)
-    if options.layout == artifact_names.CHECKPOINT:
-        return _CHECKPOINT_LAYOUT_TARGET
-    if options.schema is None and (own := own_target(source)) is not None:
-        return own if cuda is None else parse_target(own.name, cuda)
-    if _num_gpus():
+    target, cuda = options.target, options.cuda
+    if target is None and options.layout == artifact_names.CHECKPOINT:
+        return parse_target(USUAL_TARGET)  # only to ask Humming whether a schema runs at all
+    if target is None and options.schema is None and (own := own_target(source)) is not None:
+        if cuda is None:
+            return own
+        target = own.name
+    if target is None and _num_gpus():
         import torch
 
         major, minor = torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))
-        return parse_target(f"sm{major * 10 + minor}", cuda)
-    raise RequestError(
-        "The target GPU must be named.",
-        where="--target",
-        expected=f"the GPU that will serve, by its name or architecture: {known_gpus()}",
-        found="no option, and no CUDA device here to take it from",
-        remedy=f"Add for example --target h100 or --target sm90. Of another GPU, `{COMPUTE_CAPABILITY}` shows the "
-        "architecture: 9.0 is sm90.",
-    )
+        target = f"sm{major * 10 + minor}"
+    if target is None:
+        target = USUAL_TARGET
+        _LOG.warning(
+            "Target sm90 (H100, H200), since this machine has no GPU; choose another with --target, e.g. --target l40s."
+        )
+    return parse_target(target, cuda)
 
 
-def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str = "") -> Path:
-    """Return `./<model>-<schema>[-<recipe>][-tpT][-groups][-epP]` with unusual options: layout, …
+def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
+    """Return `out`, or `./<model>-<schema>[-<recipe>][-tpT][-groups][-epP]` with the unusual options: layout, …
 
-    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits. overridden_by: see
-    `ConversionPlan`.
+    Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits.
     """
-    grid, inputs, is_kernel = spec.grid, spec.inputs.name, spec.layout == artifact_names.KERNEL
-    parts = {
-        overridden_by: overridden_by != "",
-        f"tp{grid.tp}": is_kernel and grid.tp > 1,
-        grid.split: is_kernel and grid.split != EVEN,
-        f"ep{grid.ep}": is_kernel and grid.ep > 1,
+    if out is not None:
+        return Path(out)
+    spec, grid = planned.spec, planned.spec.grid
+    inputs, is_kernel = spec.inputs.name, spec.layout == artifact_names.KERNEL
+    name = f"{planned.source.name}-{SOURCE if spec.must_be_direct else spec.schema.name}"
+    details = {
+        planned.overridden_by: planned.overridden_by != "",
+        f"tp{grid.tp}": grid.tp > 1,
+        grid.split: grid.split != EVEN,
+        f"ep{grid.ep}": grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
         **dict.fromkeys(spec.encoding.name_parts(), True),
         f"act-{inputs}": inputs != "a16",
-        spec.target.name: is_kernel and spec.target.sm_version != _USUAL_SM,
+        spec.target.name: is_kernel and spec.target.name != USUAL_TARGET,
         f"cuda{spec.target.cuda_name}": is_kernel and spec.target.cuda_name is not None,
         spec.param_dtype: spec.param_dtype != "bfloat16",
     }
-    return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
-
-
-def check_modes(*, resume: bool, overwrite: bool, update: bool = False, part: bool = False) -> None:
-    """Raise RequestError for two modes that exclude each other. A part always resumes."""
-    given = [
-        f"--{name}"
-        for name, is_given in locals().items()
-        if is_given and not (name == "resume" and part)
-    ]
-    if len(given) > 1:
-        remedy = "Give one of them."
-        if part:  # nobody could tell which part begins, or whose artifact is replaced
-            remedy = "Convert to another folder, or without --part."
-        raise RequestError(f"{given[0]} and {given[1]} exclude each other.", remedy=remedy)
+    return Path("-".join([name, *(detail for detail, is_unusual in details.items() if is_unusual)]))
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
     """Return `out`, if neither folder lies in the other: a later run would mix them up. Raises OutputError."""
-    try:
-        source, target = source_folder.resolve(), out.resolve()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a circle of links, a name that no file can have
-        raise OutputError(
-            "The output's path cannot be used.",
-            where=repr(str(out)),
-            found=error,
-            remedy="Choose another with -o.",
-        ) from error
-    if len(os.fsencode(target.name)) > _MAX_NAME:
-        raise OutputError(
-            "The output's name is too long.",
-            where=str(out),
-            expected=f"at most {_MAX_NAME} bytes",
-            found=len(os.fsencode(target.name)),
-        )
+    source, target = (Path(os.path.realpath(path)) for path in (source_folder, out))
     if target.is_relative_to(source) or source.is_relative_to(target):
-        what, remedy = (
-            "The output would lie in the source, or the source in it.",
-            "Choose another with -o.",
-        )
-        expected = f"a folder outside of {source_folder}"
+        what = "The output would lie in the source, or the source in it."
+        expected, remedy = f"a folder outside of {source_folder}", "Choose another with -o."
         raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
     return out
 
 
-def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
-    """Return the artifact's folder: `out`, or a folder named after model and request."""
-    if out is not None:
-        return Path(out)
-    spec = planned.spec
-    name = SOURCE if spec.must_be_direct else spec.schema.name
-    return default_out(planned.source.name, name, spec, planned.overridden_by)
-
-
-def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
-    """Return the limits for the Hub's cache. Raises RequestError for a limit on shards that are kept."""
+def cache_policy(run: RunOptions) -> CachePolicy:
+    """Return the limits for the Hub's cache."""
     from hqconv.conversion.hub_prefetch import CachePolicy
 
-    if limit is not None and keep_source:
-        raise RequestError(
-            "--cache-limit and --keep-source exclude each other.", remedy="Give one of the two."
-        )
-    return CachePolicy(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
+    limit = None if run.cache_limit is None else parse_bytes(run.cache_limit, "--cache-limit")
+    return CachePolicy(limit, run.keep_source)
 
 
-def resources_of(
-    device: str,
-    max_memory: str | int,
-    max_gpu_memory: str | int | None,
-    threads: int | None,
-    *,
-    is_part: bool = False,
-) -> Resources:
+def resources_of(run: RunOptions) -> Resources:
     """Return the resource limits; each of torchrun's parts has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
 
-    number, num_here = local_rank() if is_part else (0, 1)
-    gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
-    num_threads = max(1, default_threads() // num_here) if threads is None else threads
+    rank, num_here = local_rank() if run.part else (0, 1)
+    gpu_bytes = None
+    if run.max_gpu_memory is not None:
+        gpu_bytes = parse_bytes(run.max_gpu_memory, "--max-gpu-memory")
     found = Resources(
-        choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes
+        choose_device(run.device, rank),
+        parse_bytes(run.max_memory, "--max-memory"),
+        run.threads or max(1, default_threads() // num_here),
+        gpu_bytes,
     )
-    limits = f"{found.max_memory_bytes} bytes of host memory"
     _LOG.info(
-        "Device %s, %s, at most %s for experts.",
+        "Device %s, %s, at most %d bytes of host memory for experts.",
         found.device_name,
-        plural(num_threads, "thread"),
-        limits,
+        plural(found.num_threads, "thread"),
+        found.max_memory_bytes,
     )
     return found
 

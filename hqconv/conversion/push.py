@@ -51,7 +51,14 @@ def push(
     manifest_sha256: of the artifact that is meant, where it was verified before.
     """
     manifest = read_manifest(root, is_sealed=True)
-    check_same_artifact(root, manifest_sha256 or manifest.sha256, manifest.sha256)
+    if manifest_sha256 not in (None, manifest.sha256):
+        raise OutputError(
+            "The artifact was replaced before it was published.",
+            where=str(root),
+            expected=f"manifest sha256 {manifest_sha256}",
+            found=manifest.sha256,
+            remedy="Nothing was published. Run the same command again, when no other process writes to the folder.",
+        )
     if missing := manifest.missing_files(lambda name: size_of(root / name)):
         raise VerificationError(
             "The artifact is not whole: files are missing or have another size.",
@@ -88,12 +95,13 @@ def push(
     return PushReport(str(root), repo_id, branch, commit, num_files, num_bytes, manifest.sha256)
 
 
-def published_manifest(
+def published_artifact(
     repo_id: str, branch: str | None, *, private: bool
-) -> tuple[Manifest, str] | None:
-    """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
+) -> tuple[Manifest, str, dict[str, Any] | None] | None:
+    """Return manifest, commit and evaluation of the complete artifact in a repo's branch; None without one.
 
-    private: refuse a public repo, with RequestError.
+    The evaluation is None without one that names the manifest's digest. private: refuse a public repo, with
+    RequestError.
     """
     if not hub.branch_exists(repo_id, branch):
         return None
@@ -108,19 +116,11 @@ def published_manifest(
     for name, entry in manifest.files.items():
         if listing.digests.get(name, entry.sha256) != entry.sha256:
             return None
-    return manifest, listing.commit
-
-
-def check_same_artifact(root: Path, expected: str, found: str | None) -> None:
-    """Raise OutputError where a step finds the manifest of another artifact than the step before."""
-    if found != expected:
-        raise OutputError(
-            "The artifact was replaced before it was published.",
-            where=str(root),
-            expected=f"manifest sha256 {expected}",
-            found=found,
-            remedy="Nothing was published. Run the same command again, when no other process writes to the folder.",
-        )
+    evaluation = None
+    if EVALUATION in listing.sizes:
+        path = hub.fetch_file(repo_id, listing.commit, EVALUATION)
+        evaluation = read_evaluation(path.parent, manifest)
+    return manifest, listing.commit, evaluation
 
 
 def _manifest_at(listing: Listing) -> Manifest | None:

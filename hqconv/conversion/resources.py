@@ -4,52 +4,37 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from hqconv.errors import RequestError
-from hqconv.formats.source_format import QUANTIZED
+from hqconv.errors import RequestError, plural
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
-from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.options import GPTQ
 
 if TYPE_CHECKING:
     import torch
 
-_ONE = "One expert"
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
-_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
-    32 << 20,
-    256 << 20,
-)  # of 16-bit weights: enough that Python costs little
+_CPU_BATCH_BYTES = 32 << 20  # of 16-bit weights: enough that Python costs little
+_CUDA_BATCH_BYTES = 256 << 20
+_CALIBRATED_WEIGHTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of a batch, whose size decides bytes
 _PIECE_BYTES = 8 << 20
-_MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
-_GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
-_SEARCH_GROUP_BYTES = 120  # and during a search
-_HEAP_FACTOR = (
-    1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
-)
-_MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformers
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
-# Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
-# form, and the factor for memory that torch's allocator leaves unused between layers.
-_GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
-_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
-    64,
-    1 << 20,
-)  # for each weight that a search handles together
+_MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformers
 
-# A calibration's batches, whose size decides bytes: of weights, on each type of device. And memory for a weight of gate
-# and up, which are rounded as one matrix, and for an entry of the products of inputs: sums, drifts, H, factors.
-_CPU_CALIBRATED_WEIGHTS, _GPU_CALIBRATED_WEIGHTS = 1 << 24, 1 << 28
-_CALIBRATED_BYTES, _PRODUCT_BYTES = 64, 96
-_CALIBRATED_ROWS = 4096  # of an expert's inputs and intermediate values, which exist at a time (calibration/inputs)
-_GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
+# Bytes of a lane, whose heap keeps up to 1.6 times what is live: at any time, and for a weight of a matrix (two of an
+# expert are widened, quantized and measured, three are packed, sliced and padded). Then those of a calibration.
+_CPU_FIXED, _CPU_PER_WEIGHT = 6 << 20, 32
+_GPU_FIXED, _GPU_PER_WEIGHT = 112 << 20, 72
+_PER_ROTATED_WEIGHT = 36
+_PER_CALIBRATED_WEIGHT = 200  # gate and up are rounded as one matrix
+_PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
+_PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which exist at a time
 
 
 @dataclass(frozen=True)
@@ -62,9 +47,10 @@ class Resources:
     max_gpu_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.num_threads) is not int or self.num_threads < 1:
-            what, found = "There must be a thread to work.", repr(self.num_threads)
-            raise RequestError(what, where="--threads", expected=">= 1", found=found)
+        if self.num_threads < 1:
+            raise RequestError(
+                "There must be a thread to work.", where="--threads", found=self.num_threads
+            )
 
     @property
     def device(self) -> torch.device:
@@ -132,74 +118,51 @@ class Staging:
 
     def to_dict(self) -> dict[str, int]:
         """Return the staging as a JSON document."""
-        return {**asdict(self), "num_slots": self.num_slots}
+        return asdict(self)
 
 
 def plan_staging(
     layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
 ) -> Staging:
-    """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
+    """Choose the number of experts in a batch: as many lanes as threads allow shall fit, then as many experts.
 
-    Raises RequestError if not even one expert fits.
+    Raises RequestError if not even one batch fits.
     """
-
-    def host(planned: MoeLayerPlan, num_experts: int) -> int:
-        decoded = 0
-        if not (resources.is_cuda and reads_ahead):
-            decoded = working_bytes(planned, num_experts)
-        return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
-
-    needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
-    wanted = resources.num_threads // resources.threads_per_lane
+    is_calibrated = any(map(_is_calibrated, layers))
+    num_lanes = resources.num_threads // resources.threads_per_lane
+    host = pinned_need if resources.is_cuda and reads_ahead else cpu_need
+    limits = [("--max-memory", resources.max_memory_bytes, _largest(map(host, layers)))]
     if resources.is_cuda:
-        needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
-        wanted = 1 if any(map(_is_calibrated, layers)) else _CUDA_LANES
-
-    def num_fitting(num_experts: int) -> int:
-        return min(
-            limit // max(need(b, num_experts) for b in layers) for limit, need, _ in needs.values()
-        )
-
-    for option, (limit, need, what) in needs.items():
-        _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
-    target = _CUDA_BATCH_BYTES
-    if (
-        not resources.is_cuda
-    ):  # larger with helper threads, as every batch makes them wait for Python's lock
-        num_helpers = resources.threads_per_lane
-        target = _CPU_BATCH_BYTES * (1 if num_helpers == 1 else min(16, 4 * num_helpers))
-    num_weights = [len(b.layer.roles) * math.prod(b.encoding.shapes["w2"]) for b in layers]
-    largest = max(
-        max(_expert_bytes(b), 2 * weights) for b, weights in zip(layers, num_weights, strict=True)
+        num_lanes = 1 if is_calibrated else _CUDA_LANES
+        limits.append(("--max-gpu-memory", resources.gpu_bytes(), _largest(map(gpu_need, layers))))
+    num_weights = max(
+        len(planned.layer.roles) * math.prod(planned.encoding.shapes["w2"]) for planned in layers
     )
-    sizes = range(1, 1 + max(1, min(target // largest, max(b.layer.num_experts for b in layers))))
-    # The largest batch of which as many as wanted fit; of one expert, if there is none.
-    num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
-    if any(map(_is_calibrated, layers)):
-        at_once = _GPU_CALIBRATED_WEIGHTS if resources.is_cuda else _CPU_CALIBRATED_WEIGHTS
-        num_experts = max(1, at_once // max(num_weights))
-        for option, (limit, need, what) in needs.items():
-            _check_fits(
-                option,
-                max(need(layer, num_experts) for layer in layers),
-                limit,
-                what,
-                "A batch of experts",
+    if is_calibrated:
+        fitting = [_CALIBRATED_WEIGHTS["cuda" if resources.is_cuda else "cpu"] // num_weights]
+    else:
+        target = _CUDA_BATCH_BYTES
+        if not resources.is_cuda:  # every batch makes helper threads wait for Python's lock
+            num_helpers = resources.threads_per_lane
+            target = _CPU_BATCH_BYTES * (1 if num_helpers == 1 else min(16, 4 * num_helpers))
+        fitting = [target // max(2 * num_weights, *map(_expert_bytes, layers))]
+        fitting += [need.num_experts(limit // num_lanes) for _, limit, need in limits]
+    num_experts = max(_largest_batch(planned, max(1, min(fitting))) for planned in layers)
+    for option, limit, need in limits:
+        num_lanes = min(num_lanes, limit // need.num_bytes(num_experts))
+        if not num_lanes:
+            raise RequestError(
+                f"A batch of {plural(num_experts, 'expert')} does not fit into the memory limit.",
+                where=option,
+                expected=f"at least {need.num_bytes(num_experts) / 2**20:.0f} MiB for this model",
+                found=f"{limit / 2**20:.0f} MiB",
+                remedy=f"Allow more with {option}; without a GPU (--device cpu) none of its memory is needed.",
             )
-    num_experts = max(
-        _largest_batch(b, num_experts) for b in layers
-    )  # batches of a layer are equal
-    slot_bytes = max(
-        RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers
-    )
-    num_lanes = max(1, min(num_fitting(num_experts), wanted))
-    out_bytes = (
-        max(_bytes_out(b, _largest_batch(b, num_experts)) for b in layers)
-        if resources.is_cuda
-        else 0
-    )
-    slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
-    lane_bytes = max(host(b, num_experts) for b in layers)
+    slot_bytes = num_experts * max(map(_expert_bytes, layers))
+    if not reads_ahead:
+        slot_bytes = min(slot_bytes, _PIECE_BYTES)
+    out_bytes = num_experts * max(map(_bytes_out, layers)) if resources.is_cuda else 0
+    lane_bytes = limits[0][2].num_bytes(num_experts)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
 
 
@@ -209,81 +172,53 @@ def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:
     return -(-count // -(-count // num_experts))
 
 
-def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """Return the pinned host memory of one GPU lane's slots for batches of this layer."""
-    num_batched = _largest_batch(planned, num_experts)
-    return _SLOTS_PER_LANE * (
-        _expert_bytes(planned) * num_batched + _bytes_out(planned, num_batched)
-    ) + (1 << 20)
+@dataclass(frozen=True)
+class Need:
+    """Memory of one lane in bytes: of a batch, and for each of its experts."""
+
+    fixed: int
+    per_expert: int
+
+    def num_bytes(self, num_experts: int) -> int:
+        """Return the memory for a batch of experts."""
+        return self.fixed + self.per_expert * num_experts
+
+    def num_experts(self, num_bytes: int) -> int:
+        """Return how many experts fit."""
+        return (num_bytes - self.fixed) // self.per_expert
 
 
-def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
-    layer, encoding, num_experts = (
-        planned.layer,
-        planned.encoding,
-        _largest_batch(planned, num_experts),
-    )
-    numbers = math.prod(encoding.shapes["w2"])
-    stored = _stored_bytes(planned)
-    is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
-    schemas = encoding.schema.each
-    if encoding.conversion == QUANTIZED:
-        widened = 0 if layer.dtype == "BF16" else numbers * 4
-    elif encoding.keeps_codes:
-        widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
-    else:  # and floats: quantized anew, or maybe so, where gate and up must share a scale or columns have an order
-        widened = stored + numbers * 5
-    if any(schema.rotation for schema in schemas):
-        widened += numbers * (
-            2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4
-        )
-    group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer != RTN)
-    groups = (
-        group_bytes
-        / min(schema.weight_scale_group_size or layer.hidden_size for schema in schemas)
-        * numbers
-    )
-    num_decoded = (
-        1 if encoding.is_coded else num_experts
-    )  # at a time: only floats are taken as a stack
-    packed = numbers * max(schema.bits_per_weight() for schema in schemas) / 8 * num_experts
-    # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
-    # padded and permuted; tensors that wait to be written.
-    live = (
-        num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
-        + 6 * packed
-        + 8 * packed / planned.grid.tp
-    )
-    live += _calibrated_bytes(planned, num_experts)
-    return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (
-        6 << 20
-    )
+def _largest(needs: Iterable[Need]) -> Need:
+    """Return a bound of all needs."""
+    each = list(needs)
+    return Need(max(need.fixed for need in each), max(need.per_expert for need in each))
 
 
-def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
-    """Return an upper bound of one lane's GPU memory for a batch of this layer."""
-    layer, num_experts = planned.layer, _largest_batch(planned, num_experts)
-    numbers = math.prod(planned.encoding.shapes["w2"]) * num_experts
-    live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
-    if planned.encoding.quantizer != RTN:
-        live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
+def cpu_need(planned: MoeLayerPlan) -> Need:
+    """Return an upper bound of the host memory of a lane that encodes a layer's experts there, slots included."""
+    return _need(planned, _CPU_FIXED, _CPU_PER_WEIGHT)
+
+
+def gpu_need(planned: MoeLayerPlan) -> Need:
+    """Return an upper bound of a lane's GPU memory."""
+    return _need(planned, _GPU_FIXED, _GPU_PER_WEIGHT)
+
+
+def pinned_need(planned: MoeLayerPlan) -> Need:
+    """Return the pinned host memory of one GPU lane's slots."""
+    return Need(1 << 20, _SLOTS_PER_LANE * (_expert_bytes(planned) + _bytes_out(planned)))
+
+
+def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
+    hidden, inner = planned.encoding.shapes["w2"]
     if any(schema.rotation for schema in planned.encoding.schema.each):
-        live += _GPU_ROTATION_BYTES * numbers
-    live += _calibrated_bytes(planned, num_experts)
-    return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
-
-
-def _stored_bytes(planned: MoeLayerPlan) -> int:
-    """Return the source bytes of an expert's largest projection."""
-    return max(
-        sum(ref.num_bytes for ref in parts.values()) for parts in planned.layer.sources[0].values()
-    )
-
-
-def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
-    """Return the bytes that a GPU sends back for a batch, measurements included."""
-    return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
+        per_weight += _PER_ROTATED_WEIGHT
+    per_expert = _SLOTS_PER_LANE * _expert_bytes(planned)
+    if _is_calibrated(planned):
+        fixed += _PER_PRODUCT * hidden**2 + _PER_COLUMN * (2 * hidden + 6 * inner)
+        per_expert += _PER_PRODUCT * inner**2
+        per_weight += _PER_CALIBRATED_WEIGHT
+    return Need(fixed, per_expert + per_weight * hidden * inner)
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:
@@ -291,36 +226,17 @@ def _expert_bytes(planned: MoeLayerPlan) -> int:
     return RawLayout(planned.layer, range(1)).num_bytes
 
 
+def _bytes_out(planned: MoeLayerPlan) -> int:
+    """Return the bytes that a GPU sends back for an expert, with sums and flags of checks."""
+    return planned.expert_bytes_out + 1024
+
+
 def _is_calibrated(planned: MoeLayerPlan) -> bool:
     return planned.encoding.quantizer == GPTQ and not planned.encoding.is_direct
 
 
-def _calibrated_bytes(planned: MoeLayerPlan, num_experts: int) -> int:
-    """Return the memory for a calibrated batch beside that of any other."""
-    if not _is_calibrated(planned):
-        return 0
-    hidden, inner = planned.encoding.shapes["w2"]
-    products = _PRODUCT_BYTES * (hidden**2 + num_experts * inner**2)
-    rows = 4 * _CALIBRATED_ROWS * (2 * hidden + 6 * inner)
-    return 2 * _CALIBRATED_BYTES * num_experts * hidden * inner + products + rows
-
-
-def _check_fits(option: str, need: int, limit: int, what: str, subject: str = _ONE) -> None:
-    if need > limit:
-        raise RequestError(
-            f"{subject} does not fit into the {what} limit.",
-            where=option,
-            expected=f"at least {need / 2**20:.0f} MiB for this model",
-            found=f"{limit / 2**20:.0f} MiB",
-            remedy="Allow more, free some, or use --device cpu"
-            + (": the bytes are the same." if subject == _ONE else ".")
-            if "GPU" in what
-            else f"Allow more with {option}.",
-        )
-
-
 @contextmanager
-def bounded_gpu(resources: Resources, go_on: str, *, is_calibrated: bool = False) -> Iterator[None]:
+def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
     """Limit torch's memory on a GPU, and raise as `explained_gpu_memory`.
 
     Memory that torch holds already in this process, such as a caller's own model, does not count.
@@ -330,26 +246,18 @@ def bounded_gpu(resources: Resources, go_on: str, *, is_calibrated: bool = False
         return
     import torch
 
-    _, total = torch.cuda.mem_get_info(resources.device)
-    bound, before = (
-        resources.gpu_bytes(),
-        torch.cuda.get_per_process_memory_fraction(resources.device),
-    )
-    allowed = torch.cuda.memory_reserved(resources.device) + bound
-    torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
+    device, bound = resources.device, resources.gpu_bytes()
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    allowed = torch.cuda.memory_reserved(device) + bound
+    share = allowed / torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(before, share), device)
+    remedy = f"Free the GPU, or use --device cpu from the beginning. {go_on}"
+    expected = f"{bound / 2**20:.0f} MiB for the conversion"
     try:
-        elsewhere = (
-            "or use --device cpu from the beginning"
-            if is_calibrated
-            else "or use --device cpu: the bytes are the same"
-        )
-        remedy = f"Free the GPU, {elsewhere}. {go_on}"
-        with explained_gpu_memory(
-            resources.device, remedy, f"{bound / 2**20:.0f} MiB for the conversion"
-        ):
+        with explained_gpu_memory(device, remedy, expected):
             yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, resources.device)
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 @contextmanager

@@ -22,16 +22,14 @@ import torch
 from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.model_card import read_evaluation, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import batches_of
-from hqconv.calibration.streamed_model import Expert, StreamedModel, stored_tensors
+from hqconv.calibration.streamed_model import Expert, Stream, StreamedModel, stored_tensors
 from hqconv.calibration.transformers_model import (
     Text,
     check_counts,
     folder_of,
     import_transformers,
     quiet_loading,
-    read_rest,
     read_text,
     running,
 )
@@ -83,7 +81,7 @@ def evaluate(
     transformers = import_transformers("A model is evaluated")
     with Artifact(out, is_sealed=True) as artifact, open_source(source_name, revision) as source:
         with quiet_loading(transformers), folder_of(source) as folder:
-            tokens = read_text(transformers, folder, [text], num_tokens, source=source_name)
+            tokens = read_text(transformers, folder, text, num_tokens, source=source_name)
         return compare_on_text(
             artifact,
             source,
@@ -129,7 +127,7 @@ def compare_on_text(
             with running(str(source.place)):
                 model = StreamedModel(transformers, source, folder, dtype, device)
             batches = batches_of(tokens, context_length, device)
-        num_bytes = model.check_memory([batches] * 2, *resources.model_limit(), ends=True)
+        num_bytes = model.check_memory([batches] * 2, *resources.model_limit(), has_logits=True)
         layers_by_stage, warnings = _layers_by_stage(model, layers)
         size = f"{num_bytes / 2**30:.1f} GiB"
         _LOG.info("Source and artifact run on %s, in at most %s.", resources.device_name, size)
@@ -204,7 +202,7 @@ def _read(source: Source, calibration: Calibration | None, text: Path | None) ->
     place = str(source.place)
     with quiet_loading(transformers), folder_of(source) as folder:
         if text is not None:
-            tokens = read_text(transformers, folder, [text], _NUM_TOKENS, "--evaluate", place)
+            tokens = read_text(transformers, folder, text, _NUM_TOKENS, "--evaluate", place)
             return HeldOut(text.name, tokens)
         if calibration is None:
             raise RequestError(
@@ -212,20 +210,21 @@ def _read(source: Source, calibration: Calibration | None, text: Path | None) ->
                 where="--max-kl",
                 remedy="Name a text with --evaluate, or use --calibrate.",
             )
-        tokens = read_rest(
+        assert calibration.path is not None
+        tokens = read_text(
             transformers,
             folder,
-            calibration.files,
-            calibration.begin_of_rest,
+            calibration.path,
             _NUM_TOKENS,
             "--calibrate",
             place,
+            calibration.begin_of_rest,
         )
     calibration.check_unchanged()
     if len(tokens.ids) < _LEAST_TOKENS:
         raise RequestError(
             "Nothing of the calibration's text was held out for an evaluation.",
-            where=f"--calibrate {calibration.root}",
+            where=f"--calibrate {calibration.path}",
             expected=f"{_LEAST_TOKENS} tokens at least after those that calibration reads, without lines that it reads",
             found=plural(len(tokens.ids), "token"),
             remedy="Name a text with --evaluate, or use fewer --calibrate-tokens.",

@@ -14,12 +14,11 @@ from hqconv.formats.config_reader import (
     COMMON,
     ConfigReader,
     Keys,
-    Text,
+    TextConfig,
     rotated,
     speaks_of_rotations,
 )
-from hqconv.formats.module_rules import Rule, always
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 FLOAT = "FLOAT"
@@ -33,16 +32,16 @@ _INT8 = SourceFormat(
 
 
 _FUSED = "global_rotation"  # of the residual stream, in the weights already; its file serves draft models
-KEYS = Keys(
-    "quantize modules metadata optional",
+_UNUSED = (
     "model_quant_type group_size is_rot_used "
     # Quantized cache and attention.
-    "kv_quant_type kv_cache_type fa_quant_type indexer_quant_type reduce_quant_type enable_fa_quant",
+    "kv_quant_type kv_cache_type fa_quant_type indexer_quant_type reduce_quant_type enable_fa_quant"
 )
+KEYS = Keys(f"quantize modules metadata optional {_UNUSED}")
 
 
 @quant_method("ascend", keys=KEYS)
-def parse_ascend(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_ascend(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a scheme per module, as quant_model_description.json gives it, or one for all from config.json.
 
     A module that the description does not name is not quantized. Sources: `on_w8a8_dynamic_per_channel` of
@@ -73,15 +72,15 @@ def _is_rotated(value: object) -> bool:
     """Return True if an object, at any depth, has layers that are rotated at run time."""
     if not isinstance(value, Mapping):
         return False
-    for name, one in value.items():
+    for name, inner in value.items():
         is_named = speaks_of_rotations(str(name)) and str(name) not in (
             _FUSED,
             "quarot",
             "rotation_map",
         )
-        if is_named and (one.get("layers", True) if isinstance(one, Mapping) else one):
+        if is_named and (inner.get("layers", True) if isinstance(inner, Mapping) else inner):
             return True
-        if str(name) != _FUSED and _is_rotated(one):
+        if str(name) != _FUSED and _is_rotated(inner):
             return True
     return False
 
@@ -113,7 +112,7 @@ def ascend_quantization_config(
         facts = {
             name: value
             for name, value in said.items()
-            if name not in (*KEYS.unused, *COMMON.unused)
+            if name not in (*_UNUSED.split(), *COMMON.names)
         }
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
@@ -130,6 +129,6 @@ def _summed_up(schemes: Mapping[str, str]) -> dict[str, str]:
         agreed: dict[str, set[str]] = {}
         for names, scheme in left.items():
             agreed.setdefault(names[width], set()).add(scheme)
-        found |= {name: next(iter(one)) for name, one in agreed.items() if len(one) == 1}
+        found |= {name: next(iter(values)) for name, values in agreed.items() if len(values) == 1}
         left = {names: scheme for names, scheme in left.items() if len(agreed[names[width]]) > 1}
     return {name: scheme for name, scheme in found.items() if scheme != FLOAT}

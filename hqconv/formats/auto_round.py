@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hqconv.formats.awq import awq_format
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation, refuse_spinquant
-from hqconv.formats.gptq import gptq_format
-from hqconv.formats.linear_regex import LinearRegex
-from hqconv.formats.module_rules import Rule, always, when
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig, refuse_spinquant
+from hqconv.formats.gptq import awq_format, gptq_format
 from hqconv.formats.mx import mx_format, nvfp4_format
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, regex_matcher, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 # Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
@@ -32,16 +29,21 @@ _FLOAT_TYPES = {
     **dict.fromkeys(("mx_fp8", "mx_fp8e4m3"), ("mxfp8",)),
     **dict.fromkeys(("nv_fp", "nv_fp4", "nv_fp4_with_static_gs"), ("nvfp4",)),
 }
-_FLOAT_PACKINGS = ("auto", "auto_round", "auto_round:llm_compressor")
+_FLOAT_PACKINGS = (
+    "auto",
+    "auto_round",
+    "auto_round:llm_compressor",
+    *(f"auto_round:{name}" for name in _FLOAT_TYPES),
+)
 _REGEX_SIGNS = frozenset(r"*+?^$()[]{}|\\")
 
 
 _FORMAT = Keys(
-    "bits group_size sym data_type act_bits packing_format rotation_config super_bits super_group_size",
-    "act_data_type act_group_size act_sym act_dynamic act_quant_type input_bits",  # quantized activations
+    "bits group_size sym data_type act_bits packing_format "
+    "act_data_type act_group_size act_sym act_dynamic act_quant_type input_bits"  # quantized activations
 )
 KEYS = _FORMAT | Keys(
-    "block_name_to_quantize to_quant_block_names spinquant_config rotation_configs",
+    "block_name_to_quantize to_quant_block_names spinquant_config "
     # How the tool ran; caches and attention.
     "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input dataset "
     "gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen supported_types "
@@ -54,36 +56,35 @@ KEYS = _FORMAT | Keys(
 
 
 @quant_method("auto-round", "auto_round", "intel/auto-round", keys=KEYS)
-def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_auto_round(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse formats in GPTQ's or AWQ's packing, mx_fp and nv_fp, with overrides per module in `extra_config`.
 
-    A key is a name, the end of one, or a regex that is searched; names go before regexes. `rotation_config` is refused:
-    its loader rotates the input of every layer (auto_round.algorithms.transforms, `apply_rotation_hooks_from_config`).
+    A key is a name, the end of one, or a regex that is searched; names go before regexes. `rotation_config` is refused
+    as an unknown key: its loader rotates the input of every layer (auto_round.algorithms.transforms,
+    `apply_rotation_hooks_from_config`).
     """
-    refuse_rotation(config, "rotation_configs")
-    refuse_spinquant(config, "spinquant_config")
+    refuse_spinquant(config)
+    usual = always(_format(config))
     exact: dict[str, SourceFormat] = {}
-    patterns: list[Rule] = []
+    patterns: list[ModuleRule] = []
     for key, overrides in config.tables("extra_config"):
         exact[key] = _format(config.overridden(overrides))
         if _REGEX_SIGNS & set(key):
-            regex = LinearRegex(key, config.where("extra_config"), is_anywhere=True)
-            patterns.append(when(regex.matches, exact[key]))
+            matches = regex_matcher([f".*(?:{key})"], config.where("extra_config"))
+            patterns.append(when(matches, exact[key]))
 
     def by_name(module: str) -> SourceFormat | None:
-        ends = [module]
-        while "." in ends[-1]:
-            ends.append(ends[-1].partition(".")[2])
+        components = module.split(".")
+        ends = (".".join(components[start:]) for start in range(len(components)))
         return next((exact[end] for end in ends if end in exact), None)
 
-    key = config.first("block_name_to_quantize", "to_quant_block_names")
-    outside = list(_outside_blocks(config, key)) if config.has(key) else []
-    return [by_name, *patterns, *outside, always(_format(config))]
+    return [by_name, *patterns, *_outside_blocks(config), usual]
 
 
-def _outside_blocks(config: ConfigReader, key: str) -> Iterator[Rule]:
+def _outside_blocks(config: ConfigReader) -> Iterator[ModuleRule]:
     """Yield the rule that leaves out modules outside the blocks: a list of paths, or paths with commas between."""
-    value = config.values[key]
+    key = config.first("block_name_to_quantize", "to_quant_block_names")
+    value = config.get(key, [])
     names = value.split(",") if isinstance(value, str) else config.names(key)
     blocks = tuple(name.strip() for name in names if name.strip())
     if blocks:
@@ -91,25 +92,17 @@ def _outside_blocks(config: ConfigReader, key: str) -> Iterator[Rule]:
 
 
 def _format(config: ConfigReader) -> SourceFormat:
-    refuse_rotation(config, "rotation_config")
     if config.integer("bits", 1, 32) >= 16:
         return PLAIN
-    for key in ("super_bits", "super_group_size"):
-        if config.has(key):
-            raise config.unsupported(key, "none: scales that are floats")
-    kind = config.text("data_type", default="int")
-    if kind in _FLOAT_TYPES:
-        return _float_format(config, kind)
+    kind = config.text("data_type", ("int", *_FLOAT_TYPES), "int")
     if kind != "int":
-        raise config.unsupported("data_type", ", ".join(["int", *_FLOAT_TYPES]))
+        return _float_format(config, kind)
     if config.integer("act_bits", 1, 32, 16) < 16:
         raise config.unsupported("act_bits", "16: activations that are not quantized")
-    packing = config.text("packing_format", default="auto")
+    packing = config.text("packing_format", (*_GPTQ_VERSIONS, *_AWQ_PACKINGS), "auto")
     if packing in _AWQ_PACKINGS:
         as_awq = config.replaced(zero_point=not config.flag("sym", True))
         return awq_format(as_awq, "auto-round (awq packing)")
-    if packing not in _GPTQ_VERSIONS:
-        raise config.unsupported("packing_format", ", ".join([*_GPTQ_VERSIONS, *_AWQ_PACKINGS]))
     as_gptq = config.replaced(checkpoint_format=_GPTQ_VERSIONS[packing])
     return gptq_format(as_gptq, "auto-round (gptq packing)")
 
@@ -120,17 +113,10 @@ def _float_format(config: ConfigReader, kind: str) -> SourceFormat:
     Tensors: weight_packed [N, K / 2] of two codes a byte, or `weight` of fp8; weight_scale as exponent bytes or e4m3;
     weight_global_scale, which divides. Source: `QuantLinear.pack` of auto_round.export.export_to_autoround.qlinear_fp.
     """
-    packing = config.text("packing_format", default="auto")
-    names = (*_FLOAT_PACKINGS, *(f"auto_round:{name}" for name in _FLOAT_TYPES))
-    if packing not in names:
-        raise config.unsupported("packing_format", ", ".join(names))
-    if not config.flag("sym", True):
-        raise config.wrong("sym", "true, for a float type")
+    config.text("packing_format", _FLOAT_PACKINGS, "auto")
     bits = config.integer("bits", 4, 8)
     encoding = next((name for name in _FLOAT_TYPES[kind] if name.endswith(str(bits))), "")
     if not encoding:
         raise config.unsupported("bits", f"4 or 8, as {kind} says")
-    size = 16 if encoding == "nvfp4" else 32
-    config.integer("group_size", size, size)
     name = f"auto-round {encoding}"
-    return nvfp4_format(name, size) if encoding == "nvfp4" else mx_format(name, encoding)
+    return nvfp4_format(name, 16) if encoding == "nvfp4" else mx_format(name, encoding)

@@ -5,10 +5,9 @@ Legend: N output rows, K input columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     ONE,
     Decoded,
@@ -19,23 +18,22 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 
-KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm", "rms_norm_eps")
+KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm rms_norm_eps")
 
 
 @quant_method("bitnet", keys=KEYS)
-def parse_bitnet(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_bitnet(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse BitNet's config: ternary weights, four to a byte, with one scale per matrix.
 
     Option scale_inverted: `BitLinear` divides by the stored scale, `AutoBitLinear` multiplies with it. Source:
     their `forward` in transformers.integrations.bitnet.
     """
     kind = config.text("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
-    if config.text("quantization_mode", ("offline", "online"), "offline") == "online":
+    if config.text("quantization_mode", default="offline") == "online":
         raise config.unsupported(
             "quantization_mode", "offline: online weights are rounded on each use"
         )
@@ -53,7 +51,6 @@ class BitNet(Encoding):
     name = "bitnet"
     part_names = ("weight_scale",)
     b_dtype = "float2e0m1"
-    rows_per_element = 4
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         n, k = matrix.n, matrix.k
@@ -63,11 +60,9 @@ class BitNet(Encoding):
             StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
         ]
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Set float32 as the scale dtype if the scale is inverted, as its reciprocal is float32."""
-        fmt = super().complete(fmt, found, used, k)
+        fmt = super().complete(fmt, found)
         return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
 
     def decode(self, matrix: StoredMatrix) -> Decoded:

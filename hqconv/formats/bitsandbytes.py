@@ -11,39 +11,36 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
-    Headers,
     MatrixHeaders,
-    Shape,
     StoredMatrix,
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names
 from hqconv.formats.source_format import ANY, SourceFormat
-from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
 # Block size, second quantization and storage are in each matrix's quant_state, which is checked.
 KEYS = Keys(
-    "load_in_4bit _load_in_4bit load_in_8bit _load_in_8bit bnb_4bit_quant_type llm_int8_skip_modules",
+    "load_in_4bit _load_in_4bit load_in_8bit _load_in_8bit bnb_4bit_quant_type llm_int8_skip_modules "
     "bnb_4bit_use_double_quant bnb_4bit_quant_storage "
-    "bnb_4bit_compute_dtype llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
+    "bnb_4bit_compute_dtype llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
 )
 
 
 @quant_method("bitsandbytes", keys=KEYS)
-def parse_bitsandbytes(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_bitsandbytes(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse bitsandbytes' 4-bit tables; the sizes of its blocks are in the checkpoint."""
     if not config.flag(config.first("load_in_4bit", "_load_in_4bit"), False):
         key = config.first("load_in_8bit", "_load_in_8bit", "load_in_4bit")
@@ -59,7 +56,6 @@ class BitsAndBytes4Bit(Encoding):
     """uint8 weight with absmax, quant_map and quant_state; absmax may be quantized itself ("nested")."""
 
     name = "bnb4"
-    bias_before = ("nested_absmax",)
     part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
@@ -76,12 +72,6 @@ class BitsAndBytes4Bit(Encoding):
             stored.append(StoredTensor("nested_absmax", _NESTED[:1], ("F32",), None))
             stored.append(StoredTensor("nested_quant_map", _NESTED[1:], ("F32",), ((256,),)))
         return stored
-
-    def logical_shape(
-        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
-    ) -> Shape | None:
-        """Return None: the codes are flat."""
-        return None
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Decode to float32 [N, K] by bitsandbytes on the CPU.
@@ -106,8 +96,8 @@ class BitsAndBytes4Bit(Encoding):
         _check_state(matrix, state)
         _check_tables(functional, state, matrix)
         tensors = {
-            name: one.cpu()
-            for name, one in matrix.parts.items()
+            name: tensor.cpu()
+            for name, tensor in matrix.tensors.items()
             if name not in ("weight", "bias", "quant_state")
         }
         quant_state = functional.QuantState.from_dict({**state, **tensors}, torch.device("cpu"))
@@ -134,65 +124,41 @@ def _check_tables(functional: Any, state: dict[str, Any], matrix: StoredMatrix) 
 def _read_state(matrix: StoredMatrix) -> dict[str, Any]:
     """Read the JSON document that bitsandbytes keeps as bytes in `quant_state`."""
     data = bytes(matrix["quant_state"].cpu().flatten().tolist())
-    try:
-        state = json.loads(data)
-    except ValueError as error:
-        matrix.refuse(
-            "quant_state", "The quantization state cannot be read.", "a JSON document", error
-        )
     keys = {"quant_type", "blocksize", "dtype", "shape"}
     if "nested_absmax" in matrix:
         keys |= {"nested_blocksize", "nested_dtype", "nested_offset"}
+    what, expected = "The quantization state cannot be read.", f"a JSON object of {sorted(keys)}"
+    try:
+        state = json.loads(data)
+    except ValueError as error:
+        matrix.refuse("quant_state", what, expected, error)
     if not isinstance(state, dict) or set(state) != keys:
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        matrix.refuse(
-            "quant_state",
-            "The quantization state is not complete.",
-            f"the keys {sorted(keys)}",
-            found,
-        )
+        matrix.refuse("quant_state", what, expected, state)
     return state
 
 
 def _check_state(matrix: StoredMatrix, state: dict[str, Any]) -> None:
-    expectations = (
-        ("quant_type", (kind,) if (kind := matrix.fmt.option("quant_type")) else ("nf4", "fp4")),
-        ("blocksize", (32, 64, 128, 256, 512, 1024, 2048, 4096)),
-        ("dtype", ("bfloat16", "float16", "float32")),
-        ("shape", (list(matrix.shape),)),
-    )
-    for key, allowed in expectations:
-        if state[key] not in allowed:
-            matrix.refuse(
-                "quant_state", f"The quantization state's {key} is not usable.", allowed, state[key]
-            )
-    count = -(-matrix.shape[0] * matrix.shape[1] // state["blocksize"])
-    if matrix["absmax"].numel() != count:
-        found = matrix["absmax"].numel()
-        matrix.refuse(
-            "absmax",
-            "There must be one scale for every block of weights.",
-            f"{count} values",
-            found,
-        )
-    if "nested_absmax" not in matrix:
-        return
-    size = state["nested_blocksize"]
-    if (
-        not isinstance(size, int)
-        or size <= 0
-        or matrix["nested_absmax"].numel() != -(-count // size)
-    ):
-        matrix.refuse(
-            "nested_absmax",
-            "There is not one scale a block of scales.",
-            f"ceil({count} / {size}) values",
-            size,
-        )
-    if state["nested_dtype"] not in ("float32", "bfloat16", "float16"):
-        matrix.refuse(
-            "quant_state",
-            "The quantization state's nested_dtype is not usable.",
-            "float32",
-            state["nested_dtype"],
-        )
+    floats = ("bfloat16", "float16", "float32")
+    num_blocks = -(-math.prod(matrix.shape) // _usable(matrix, state, "blocksize", _BLOCK_SIZES))
+    _usable(matrix, state, "quant_type", (matrix.fmt.option("quant_type"),))
+    _usable(matrix, state, "dtype", floats)
+    _usable(matrix, state, "shape", (list(matrix.shape),))
+    _check_count(matrix, "absmax", num_blocks)
+    if "nested_absmax" in matrix:
+        size = _usable(matrix, state, "nested_blocksize", _BLOCK_SIZES)
+        _usable(matrix, state, "nested_dtype", floats)
+        _check_count(matrix, "nested_absmax", -(-num_blocks // size))
+
+
+def _usable(matrix: StoredMatrix, state: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
+    if state[key] not in allowed:
+        what = f"The quantization state's {key} is not usable."
+        matrix.refuse("quant_state", what, allowed, state[key])
+    return state[key]
+
+
+def _check_count(matrix: StoredMatrix, part: str, num_blocks: int) -> None:
+    found = matrix[part].numel()
+    if found != num_blocks:
+        what = "There must be one scale for every block."
+        matrix.refuse(part, what, f"{num_blocks} values", found)

@@ -7,30 +7,33 @@ along K, b bits of a code.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, rotated
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig, rotated
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
     Headers,
     MatrixHeaders,
-    Shape,
     StoredMatrix,
     StoredTensor,
     integer_bits,
     register_encoding,
-    shape_of_words,
 )
-from hqconv.formats.linear_regex import LinearRegex
-from hqconv.formats.module_rules import Matcher, Rule, always, named_in, when
 from hqconv.formats.mx import mx_format, nvfp4_format
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import (
+    Matcher,
+    ModuleRule,
+    always,
+    named_in,
+    quant_method,
+    regex_matcher,
+    when,
+)
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +41,7 @@ if TYPE_CHECKING:
 
 # --- config ------------------------------------------------------------------------------------------------
 
-_STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
 _NOT_STORED = ("dense", "fakequant")
-_REFUSED_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 # Module classes of an expert's projection, here and in vLLM.
 _EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
 
@@ -51,20 +52,18 @@ _FUSED_LOCATIONS = ("weight_input", "weight_output")
 # Sources: QuantizationArgs, QuantizationScheme and QuantizationConfig of compressed_tensors.quantization,
 # CompressedTensorsConfig of transformers.
 _WEIGHTS = Keys(
-    "num_bits type symmetric strategy group_size block_structure dynamic actorder",
-    "scale_dtype zp_dtype observer observer_kwargs",
+    "num_bits type symmetric strategy group_size block_structure dynamic actorder "
+    "scale_dtype zp_dtype observer observer_kwargs"
 )
-_GROUP = Keys(
-    "targets format", "input_activations output_activations", inside={"weights": _WEIGHTS}
-)
+_GROUP = Keys("targets format input_activations output_activations", inside={"weights": _WEIGHTS})
 KEYS = Keys(
-    "format quantization_status ignore sparsity_config transform_config moe_sparsity_config",
+    "format quantization_status ignore sparsity_config transform_config moe_sparsity_config "
     "kv_cache_scheme global_compression_ratio run_compressed dequantize use_optimized_inference",
     entries={"config_groups": _GROUP},
 )
 
 
-def _holder_of_stack(module: str) -> str:
+def _stack_module(module: str) -> str:
     """Return the module whose parameter a stack of experts is: `experts` of `experts.gate_up_proj`; else the name."""
     before, _, _ = module.rpartition(".")
     return before if before.rpartition(".")[2] == "experts" else module
@@ -76,7 +75,7 @@ def _around_ignored(config: ConfigReader) -> Matcher:
 
 
 @quant_method("compressed-tensors", keys=KEYS, undecided=_around_ignored)
-def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_compressed_tensors(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a scheme per target. Exact names go before regexes (sorted), these before classes.
 
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
@@ -90,11 +89,7 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
         raise rotated(
             config, "transform_config", f"transforms at {' and '.join(_FUSED_LOCATIONS)} only"
         )
-    if config.has("moe_sparsity_config"):
-        of_experts = config.table("moe_sparsity_config")
-        if of_experts.has("method"):
-            of_experts.one_of("method", "prune")
-    if config.text("quantization_status", _STATUSES, "compressed") == "decompressed":
+    if config.get("quantization_status") == "decompressed":
         return []
     if not config.has("config_groups"):
         raise config.wrong("config_groups", "an object of schemes")
@@ -109,13 +104,13 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     if set(_EXPERT_CLASSES) & set(ignored):
         return []
     patterns = [
-        when(LinearRegex(target[3:], config.where("config_groups")).matches, schemes[target])
+        when(regex_matcher([target[3:]], config.where("config_groups")), schemes[target])
         for target in sorted(schemes)
         if target.startswith("re:")
     ]
     classes = [always(schemes[name]) for name in _EXPERT_CLASSES if name in schemes]
     is_ignored = named_in(ignored, config.where("ignore"))
-    skipped = when(lambda module: is_ignored(module) or is_ignored(_holder_of_stack(module)))
+    skipped = when(lambda module: is_ignored(module) or is_ignored(_stack_module(module)))
     return [skipped, schemes.get, *patterns, *classes]
 
 
@@ -123,31 +118,28 @@ def _is_rotated(config: ConfigReader) -> bool:
     """Return True if a transform config applies anything when the model runs, or may do so."""
     if not any(config.values.values()):
         return False
-    groups = [scheme for _, scheme in config.tables("config_groups")]
-    applied = [one for scheme in groups for one in scheme.values.get("apply") or [None]]
-    return not groups or any(
-        not isinstance(one, Mapping) or one.get("location") not in _FUSED_LOCATIONS
-        for one in applied
+    schemes = [scheme for _, scheme in config.tables("config_groups")]
+    applied = [transform for scheme in schemes for transform in scheme.get("apply") or [None]]
+    return not schemes or any(
+        not isinstance(transform, Mapping) or transform.get("location") not in _FUSED_LOCATIONS
+        for transform in applied
     )
 
 
 def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
-    """Return the format of one group; `holder` is the object whose `format` counts."""
-    storage = holder.text("format")
-    if storage in _NOT_STORED or not group.has("weights"):
+    """Return the format of one group; `holder` is the object whose `format` counts.
+
+    Whether type, bits, symmetry and group size of floats are those of the format, the tensors tell.
+    """
+    if not group.has("weights"):
         return PLAIN
-    if storage in _REFUSED_FORMATS:
-        raise holder.unsupported("format", ", ".join(_FORMATS))
-    if storage not in _FORMATS:
-        raise holder.wrong("format", ", ".join(_FORMATS))
-    weights = group.table("weights")
-    if weights.values.get("dynamic"):
+    weights, storage = group.table("weights"), holder.text("format", (*_NOT_STORED, *_FORMATS))
+    if storage in _NOT_STORED:
+        return PLAIN
+    if weights.get("dynamic"):
         raise weights.wrong("dynamic", "false, for weights")
-    is_float = weights.text("type", ("int", "float")) == "float"
-    if storage == "naive-quantized":
-        return (_float_quantized if is_float else _int_quantized)(weights, storage)
-    if is_float != (storage not in ("pack-quantized", "int-quantized")):
-        raise weights.wrong("type", "int" if is_float else "float")
+    if storage == "naive-quantized" and weights.text("type", ("int", "float")) == "int":
+        return _int_quantized(weights, storage)
     return _FORMATS[storage](weights, storage)
 
 
@@ -157,17 +149,14 @@ _STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
 
 def _static_inputs(group: ConfigReader) -> str:
     """Return Humming's dtype of a group's activations; "" if their scale is not static."""
-    inputs = group.values.get("input_activations")
+    inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or not inputs.get("symmetric", True):
         return ""
-    if (
-        inputs.get("dynamic") == "local"
-    ):  # scales of groups are found while serving, under a calibrated one
+    # Scales of groups that are found while serving, under a calibrated one.
+    if inputs.get("dynamic") == "local":
         found = [inputs.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
         return "float4e2m1" if found == ["float", 4, "tensor_group", 16] else ""
-    if inputs.get("dynamic"):
-        return ""
-    if inputs.get("strategy") not in (None, "tensor"):
+    if inputs.get("dynamic") or inputs.get("strategy") not in (None, "tensor"):
         return ""
     return _STATIC_INPUTS.get((str(inputs.get("type", "int")), inputs.get("num_bits", 8)), "")
 
@@ -180,9 +169,8 @@ def _sizes(weights: ConfigReader) -> tuple[int, int]:
     """Return rows and columns of a scale, by strategy; without one it follows from the group size."""
     size = weights.integer("group_size", -1, default=-1)
     implied = "tensor" if not weights.has("group_size") else "channel" if size < 0 else "group"
-    strategy = weights.text(
-        "strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied
-    )
+    strategies = ("tensor", "channel", "group", "tensor_group", "block")
+    strategy = weights.text("strategy", strategies, implied)
     if strategy == "block":
         return weights.pair("block_structure")
     if strategy in ("group", "tensor_group"):
@@ -193,9 +181,6 @@ def _sizes(weights: ConfigReader) -> tuple[int, int]:
 def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     bits = weights.integer("num_bits", 1, 8)
     rows, columns = _sizes(weights)
-    order = weights.values.get("actorder") or None
-    if order not in (None, True, "weight", "static", "group", "dynamic"):
-        raise weights.wrong("actorder", "weight, static, group, dynamic or nothing")
     return SourceFormat(
         _title(storage, f"int{bits}"),
         "packed_int",
@@ -205,42 +190,30 @@ def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
         columns,
         has_zero_point=not weights.flag("symmetric", True),
         # Only these orders store a g_idx; "weight" and "static" are undone before storing.
-        is_permuted=order in (True, "group", "dynamic"),
+        is_permuted=weights.get("actorder") in (True, "group", "dynamic"),
     )
 
 
 def _int_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     """Return the format of codes stored in int8, for any number of bits."""
     title = _title(storage, f"int{weights.integer('num_bits', 1, 8)}")
-    return SourceFormat(
-        title, "int8", "uint8", "", *_sizes(weights), not weights.flag("symmetric", True)
-    )
-
-
-def _require_float(weights: ConfigReader, bits: int) -> None:
-    weights.integer("num_bits", bits, bits)
-    if not weights.flag("symmetric", True):
-        raise weights.wrong("symmetric", "true, for a float type")
+    has_zero_point = not weights.flag("symmetric", True)
+    return SourceFormat(title, "int8", "uint8", "", *_sizes(weights), has_zero_point)
 
 
 def _float_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
-    _require_float(weights, 8)
     return SourceFormat(_title(storage, "fp8"), "fp8", "float8e4m3", "", *_sizes(weights))
 
 
-def _nvfp4(weights: ConfigReader, storage: str) -> SourceFormat:
-    _require_float(weights, 4)
-    return nvfp4_format(_title(storage), weights.integer("group_size", 16, 16))
+def _nvfp4(_weights: ConfigReader, storage: str) -> SourceFormat:
+    return nvfp4_format(_title(storage), 16)
 
 
-def _mx(weights: ConfigReader, storage: str) -> SourceFormat:
-    encoding = storage.partition("-")[0]
-    _require_float(weights, int(encoding[-1]))
-    weights.integer("group_size", 32, 32)
-    return mx_format(_title(storage), encoding)
+def _mx(_weights: ConfigReader, storage: str) -> SourceFormat:
+    return mx_format(_title(storage), storage.partition("-")[0])
 
 
-_FORMATS = {
+_FORMATS: dict[str, Callable[[ConfigReader, str], SourceFormat]] = {
     "pack-quantized": _pack_quantized,
     "int-quantized": _int_quantized,
     "float-quantized": _float_quantized,
@@ -263,13 +236,12 @@ def _packed_width(size: int, bits: int, is_padded: bool) -> int:
 class PackedInt(Encoding):
     """int32 words along K of codes offset by 2**(b - 1), as Humming's.
 
-    Option packing: "dense" (codes straddle words, as in compressed-tensors 0.20) or "padded" (32 // b codes to a word;
-    the same where b divides 32). Zero points are packed the same way along N. Source: compressed_tensors,
+    By their number words are dense (codes straddle them, as in compressed-tensors 0.20) or padded (32 // b codes to a
+    word; the same where b divides 32). Zero points are packed the same way along N. Source: compressed_tensors,
     pack_quantized/helpers.py.
     """
 
     name = "packed_int"
-    bias_before = ("zero_point",)
     weight_names = ("weight_packed",)
     part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
@@ -280,49 +252,31 @@ class PackedInt(Encoding):
         dense, padded = _packed_width(k, bits, False), _packed_width(k, bits, True)
         weight = matrix.headers.get("weight_packed")
         is_padded = weight is not None and weight.shape != (n, dense)
+        shapes = tuple((n, width) for width in sorted({dense, padded}))
         stored = [
-            StoredTensor(
-                "weight",
-                ("weight_packed",),
-                ("I32",),
-                tuple((n, w) for w in sorted({dense, padded})),
-            ),
+            StoredTensor("weight", ("weight_packed",), ("I32",), shapes),
             StoredTensor("scale", ("weight_scale",), FLOATS, matrix.scale_shapes),
             StoredTensor(
                 "g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted
             ),
         ]
         if fmt.has_zero_point:
-            groups = matrix.num_groups
-            shape = (_packed_width(n, bits, is_padded), groups)
+            shape = (_packed_width(n, bits, is_padded), matrix.num_groups)
             stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
         return stored
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
-        """Set the packing by the width of the words, and the column order by its tensor."""
-        is_dense = found["weight"].shape[1] == _packed_width(k, integer_bits(fmt), is_padded=False)
-        options = {**dict(fmt.options), "packing": "dense" if is_dense else "padded"}
-        fmt = replace(fmt, is_permuted="g_idx" in found, options=tuple(options.items()))
-        return super().complete(fmt, found, used, k)
-
-    def logical_shape(
-        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
-    ) -> Shape | None:
-        """Return (N, K): by the groups, since codes may be padded to words, or by the words."""
-        scale = headers.get("weight_scale")
-        if fmt.group_k > 0 and scale is not None and len(scale.shape) == 2:
-            return weight.shape[0], scale.shape[1] * fmt.group_k
-        return shape_of_words(fmt, *weight.shape)
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
+        """Set the column order by its tensor."""
+        return super().complete(replace(fmt, is_permuted="g_idx" in found), found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep dense words; pack padded ones anew."""
         from hqconv.quantization import bit_codec
 
         (n, k), fmt = matrix.shape, matrix.fmt
-        bits, is_padded = integer_bits(fmt), fmt.option("packing") == "padded"
+        bits = integer_bits(fmt)
         packed = matrix["weight"].contiguous()
+        is_padded = packed.shape[1] != _packed_width(k, bits, False)
         if is_padded:
             packed = bit_codec.pack(_unpack_padded(packed, bits, k), bits)
         zero_point = None
@@ -353,7 +307,6 @@ class Int8(Encoding):
     """
 
     name = "int8"
-    bias_before = ("zero_point", "offset")
     part_names = ("weight_scale", "weight_zero_point", "weight_offset")
     b_dtype = "uint8"
 
@@ -376,15 +329,13 @@ class Int8(Encoding):
         import torch
 
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.value_checks import is_any
 
-        if "offset" in matrix and is_any(matrix["offset"] != 0):
-            matrix.refuse(
+        if "offset" in matrix:
+            matrix.refuse_where(
+                matrix["offset"] != 0,
                 "offset",
                 "A symmetric matrix has an offset that is not zero.",
                 "zeros, because W8A8_DYNAMIC has no offsets for weights, and other schemes' add or subtract",
-                matrix["offset"][matrix["offset"] != 0].flatten()[0].item(),
-                "Get a good copy of the checkpoint, or convert the original one.",
             )
         packed = bit_codec.as_words(matrix["weight"].contiguous().view(torch.uint8) ^ 0x80)
         zero_point = None

@@ -1,8 +1,8 @@
 """Reading of a quantization config: typed values, unknown keys, rotations. Every error names the key.
 
 Each method lists the keys that it knows. The name of any other key decides: a name that speaks of how bytes are stored,
-or of inputs that are rotated, is refused; every other one is a warning. A null, false or empty value changes nothing
-under any name.
+or of inputs that are rotated, is refused; every other one is passed over. A null, false, 0 or empty value changes
+nothing under any name.
 
 Experts whose inputs are rotated at run time are refused: their kernels would multiply with inputs that are not. A
 rotation that was fused into the weights before they were stored converts.
@@ -14,19 +14,16 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from hqconv.errors import InputError, RequestError, printable
+from hqconv.errors import InputError, RequestError
 
-Text = Mapping[str, Any]  # the language model's config
+TextConfig = Mapping[str, Any]  # the language model's config
 LARGEST = 1 << 24
 
 
 class ConfigReader:
-    """One JSON object of a config; null counts as absent.
+    """One JSON object of a config; null counts as absent. path: the object's name in errors."""
 
-    path: the object's name in errors. origins: the paths of keys that come from another object.
-    """
-
-    def __init__(self, values: object, path: str, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(self, values: object, path: str) -> None:
         if not isinstance(values, Mapping):
             raise InputError(
                 "The quantization config has a value of the wrong type.",
@@ -36,11 +33,10 @@ class ConfigReader:
             )
         self.values: Mapping[str, Any] = values
         self.path = path
-        self._origins = origins or {}
 
     def where(self, key: str) -> str:
         """Return a key's path for errors."""
-        return f"{self._origins.get(key, self.path)}.{key}"
+        return f"{self.path}.{key}"
 
     def has(self, *keys: str) -> bool:
         """Return True if one of the keys holds a value."""
@@ -51,19 +47,17 @@ class ConfigReader:
         return next((key for key in keys if self.has(key)), keys[0])
 
     def agreed(self, *keys: str) -> str:
-        """Return the first of several names of one key that holds a value, as `first`; all must hold the same value.
+        """Return `first` of names whose values must be equal but for case. Raises RequestError for two that differ."""
+        chosen = self.first(*keys)
+        for key in filter(self.has, keys):
+            if str(self.values[key]).lower() != str(self.values[chosen]).lower():
+                raise self.unsupported(key, f"{self.values[chosen]!r}, as {chosen} says")
+        return chosen
 
-        Raises RequestError that names the key which differs; upper and lower case are the same.
-        """
-        named = [key for key in keys if self.has(key)]
-        for key in named[1:]:
-            one, other = (
-                value.lower() if isinstance(value, str) else value
-                for value in (self.values[named[0]], self.values[key])
-            )
-            if one != other:
-                raise self.unsupported(key, f"{self.values[named[0]]!r}, as {named[0]} says")
-        return named[0] if named else keys[0]
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value as it is; the default where it is null."""
+        value = self.values.get(key)
+        return default if value is None else value
 
     def wrong(self, key: str, expected: object) -> InputError:
         """Return the error for an invalid value."""
@@ -79,48 +73,41 @@ class ConfigReader:
 
     def integer(self, key: str, low: int, high: int = LARGEST, default: int | None = None) -> int:
         """Return a whole number in low … high; without a default the key must be there."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value <= high:
             raise self.wrong(key, f"a whole number, {low} to {high}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def text(self, key: str, choices: Collection[str] = (), default: str | None = None) -> str:
-        """Return a string, in lower case, one of `choices` if there are any; without a default it must be there."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, str) or (choices and value.lower() not in choices):
-            raise self.wrong(key, "one of " + ", ".join(choices) if choices else "a string")
-        return value.lower()
+        """Return a string in lower case; without a default it must be there.
 
-    def one_of(self, key: str, *choices: str) -> str:
-        """Return a string in lower case; RequestError unless it is one of `choices`, in any case."""
-        value = self.text(key)
-        if value not in (choice.lower() for choice in choices):
-            raise self.unsupported(key, " or ".join(choices))
-        return value
+        Raises RequestError for one that is not among the choices, where there are any.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        if choices and value.lower() not in choices:
+            raise self.unsupported(key, ", ".join(choices))
+        return value.lower()
 
     def names(self, *keys: str) -> list[str]:
         """Return a list of module names or patterns under the first key that holds one; [] where none does."""
         key = self.first(*keys)
-        value = self.values.get(key)
-        if value is None:
-            return []
+        value = self.get(key, [])
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise self.wrong(key, "a list of strings")
         return list(value)
 
     def pair(self, key: str) -> tuple[int, int]:
         """Return rows and columns of a block, both at least 1."""
-        value = self.values.get(key)
+        value = self.get(key)
         if isinstance(value, list | tuple) and len(value) == 2:
             rows, columns = value
             if all(type(size) is int and 1 <= size <= LARGEST for size in value):
@@ -137,7 +124,7 @@ class ConfigReader:
 
     def table(self, key: str) -> ConfigReader:
         """Return the object under a key, which must be there."""
-        return ConfigReader(self.values.get(key), self.where(key))
+        return ConfigReader(self.get(key), self.where(key))
 
     def tables(self, key: str) -> Iterator[tuple[str, ConfigReader]]:
         """Yield the objects of an object under a key, in order; none where the key is absent."""
@@ -147,50 +134,45 @@ class ConfigReader:
                 yield name, outer.table(name)
 
     def overridden(self, by: ConfigReader) -> ConfigReader:
-        """Return this object with another's values written over them; errors name the object a key comes from."""
-        origins = {
-            key: self._origins.get(key, self.path) for key in self.values if key not in by.values
-        }
-        return ConfigReader({**self.values, **by.values}, by.path, origins)
+        """Return this object with another's values written over them; errors name the other one."""
+        return ConfigReader({**self.values, **by.values}, by.path)
 
     def replaced(self, **values: Any) -> ConfigReader:
         """Return this object with some values replaced."""
-        return ConfigReader({**self.values, **values}, self.path, self._origins)
+        return ConfigReader({**self.values, **values}, self.path)
 
 
 # --- known keys ----------------------------------------------------------------------------------------------
 
 
 class Keys:
-    """Known keys of one object of a config. Each argument has names with blanks between.
+    """Known keys of one object of a config: names with blanks between.
 
-    read: their values decide the format, or are compared with it. unused: they say nothing about the stored weights,
-    and nothing below them is looked at. inside: key → keys of its object, or of each object of its list. entries: key
-    → keys of each object under the names of its object (module names, patterns).
+    inside: key → keys of its object, or of each object of its list. entries: key → keys of each object under the names
+    of its object (module names, patterns). Below any other key nothing is looked at.
     """
 
     def __init__(
         self,
-        read: str = "",
-        unused: str = "",
+        names: str = "",
         *,
         inside: Mapping[str, Keys] | None = None,
         entries: Mapping[str, Keys] | None = None,
     ) -> None:
         self.inside, self.entries = inside or {}, entries or {}
-        self.read = [*read.split(), *self.inside, *self.entries]
-        self.unused = unused.split()
-        self.names = {*self.read, *self.unused}
+        self.names = {*names.split(), *self.inside, *self.entries}
 
     def __or__(self, more: Keys) -> Keys:
         """Return the keys of both objects."""
-        read, unused = dict.fromkeys(self.read + more.read), self.unused + more.unused
-        inside, entries = {**self.inside, **more.inside}, {**self.entries, **more.entries}
-        return Keys(" ".join(read), " ".join(unused), inside=inside, entries=entries)
+        return Keys(
+            " ".join(self.names | more.names),
+            inside={**self.inside, **more.inside},
+            entries={**self.entries, **more.entries},
+        )
 
 
 # Keys that every method may have.
-COMMON = Keys("quant_method", "producer version quantization_version creator library tool")
+COMMON = Keys("quant_method producer version quantization_version creator library tool")
 
 _ROTATION = re.compile(
     r"rotat(?!ry)|hadamard|(?:^|_)had(?:_|$)|quarot|spin_?quant|flat_?quant|ost_?quant|butterfly|kronecker|"
@@ -208,87 +190,55 @@ _ELSEWHERE = re.compile(
 _BYTES = re.compile(
     r"pack|d?types?(?:_|$)|bits?(?:_|$)|^w?bits|zero|(?:^|_)zp(?:_|$)|offset|order|perm|g_idx|group|block|tile|scale|"
     r"layout|format|fmt|swizzl|interleav|shuffl|transpos|signed|(?:^|_)sym|sparse|sparsity|codebook|centroid|lut|"
-    r"lora|low_rank|svd|(?:^|_)rank|residual|outlier|axis|encod|codec|mantissa|exponent|nested|double|super|affine|"
+    r"lora|adapter|low_rank|svd|(?:^|_)rank|residual|outlier|axis|encod|codec|mantissa|exponent|nested|double|super|affine|"
     r"normaliz|smooth|shift|invert|inverse|mirror|endian|trellis|vector|lattice|mixed|hybrid|prun|merge|fus(?:e|ion)"
 )
 
-WARNING, REFUSAL = "warning", "refusal"
+
+def check_keys(values: Mapping[str, Any], keys: Keys, path: str) -> None:
+    """Raise RequestError for an unknown key, at any depth of an object, that may change what the weights mean."""
+    for name, value in values.items():
+        where = f"{path}.{name}"
+        if name not in keys.names:
+            _check_unknown(name, value, where)
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, Mapping):
+                continue
+            if name in keys.inside:
+                check_keys(item, keys.inside[name], where)
+            for inner, entry in item.items() if name in keys.entries else ():
+                if isinstance(entry, Mapping):
+                    check_keys(entry, keys.entries[name], f"{where}.{inner}")
 
 
-def verdict(name: str) -> str:
-    """Return what an unknown key with a value is: WARNING, or REFUSAL if it may change the meaning of the bytes."""
-    word = _as_words(name)
-    if _ROTATION.search(word):
-        return REFUSAL
-    return REFUSAL if _BYTES.search(word) and not _ELSEWHERE.search(word) else WARNING
+def _check_unknown(name: str, value: object, where: str) -> None:
+    snake = _snake_case(name)
+    is_elsewhere = _ELSEWHERE.search(snake) is not None
+    is_about_bytes = _BYTES.search(snake) is not None and not is_elsewhere
+    if value and (is_about_bytes or speaks_of_rotations(name)):
+        raise RequestError(
+            "The quantization config has an unknown key that may change what the weights mean.",
+            where=where,
+            expected="known keys, and weights whose inputs are neither scaled nor rotated at run time",
+            found=repr(value),
+            remedy="Convert the original checkpoint; where the key changes nothing, remove it from the config.",
+        )
+    # A harmless name may hold an object that is not.
+    if isinstance(value, Mapping) and not is_elsewhere:
+        check_keys(value, Keys(), where)
 
 
 def speaks_of_rotations(name: str) -> bool:
     """Return True if a key's name speaks of inputs that are rotated or scaled at run time."""
-    return bool(_ROTATION.search(_as_words(name)))
+    return _ROTATION.search(_snake_case(name)) is not None
 
 
-def _as_words(name: str) -> str:
+def _snake_case(name: str) -> str:
     """Return a name in lower case with "_" between its words: actBits → act_bits."""
     return re.sub(r"[\s.-]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
 
 
-def check_keys(config: ConfigReader, keys: Keys) -> tuple[str, ...]:
-    """Return warnings about unknown keys. Raises RequestError for one that may change what the bytes mean."""
-    warnings = []
-    for where, name, value in _unknown(config.values, COMMON | keys, config.path):
-        if verdict(name) == REFUSAL:
-            raise RequestError(
-                "The quantization config has an unknown key that may change what the weights mean.",
-                where=where,
-                expected=", ".join(keys.read),
-                found=_short(value),
-                remedy="Convert the original checkpoint; where the key changes nothing, remove it from the config.",
-            )
-        warnings.append(
-            f"{where} is unknown and passed over: by its name it does not change what the stored weights mean."
-        )
-    return tuple(warnings)
-
-
-def _unknown(values: Mapping[str, Any], keys: Keys, path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, name and value of the unknown keys of an object, at all depths."""
-    for name, value in values.items():
-        where = f"{path}.{printable(str(name))}"
-        if name not in keys.names:
-            if _says_something(value):
-                yield where, str(name), value
-                # A harmless name may hold an object that is not.
-                if isinstance(value, Mapping) and not _ELSEWHERE.search(_as_words(str(name))):
-                    yield from _unknown(value, Keys(), where)
-            continue
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, Mapping) and name in keys.inside:
-                yield from _unknown(item, keys.inside[name], where)
-            elif isinstance(item, Mapping) and name in keys.entries:
-                for inner, one in item.items():
-                    if isinstance(one, Mapping):
-                        yield from _unknown(
-                            one, keys.entries[name], f"{where}.{printable(str(inner))}"
-                        )
-
-
-def _says_something(value: object) -> bool:
-    """Return False for null, false and empty values."""
-    return value is not None and value is not False and value not in ("", [], {}, ())
-
-
-def _short(value: object) -> str:
-    text = printable(repr(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 # --- rotations -----------------------------------------------------------------------------------------------
-
-# Keys of config.json, beside quantization_config, under which tools keep a rotation. Source: `save_spinquant_config` of
-# auto_round.algorithms.transforms.spinquant.serialize and `save_config` of its transforms.hadamard.apply.
-_IN_CONFIG = ("spinquant_config", "rotation_config")
-_REMEDY = "Convert the original checkpoint, or one whose rotations are fused into the weights."
 
 
 def rotated(config: ConfigReader, key: str, expected: str) -> RequestError:
@@ -298,15 +248,8 @@ def rotated(config: ConfigReader, key: str, expected: str) -> RequestError:
         where=config.where(key),
         expected=expected,
         found=repr(config.values.get(key)),
-        remedy=_REMEDY,
+        remedy="Convert the original checkpoint, or one whose rotations are fused into the weights.",
     )
-
-
-def refuse_rotation(config: ConfigReader, *keys: str) -> None:
-    """Raise RequestError if one of the keys holds anything but null, false or an empty value."""
-    for key in keys:
-        if config.values.get(key):
-            raise rotated(config, key, "nothing: inputs that are not rotated")
 
 
 def is_online_spinquant(values: Mapping[str, Any], *, online_r1: bool) -> bool:
@@ -320,21 +263,24 @@ def is_online_spinquant(values: Mapping[str, Any], *, online_r1: bool) -> bool:
     return bool(values.get("r4", True)) or bool(values.get("r1", True) and is_r1_online)
 
 
-def refuse_spinquant(config: ConfigReader, key: str) -> None:
+def refuse_spinquant(config: ConfigReader) -> None:
     """Raise RequestError for AutoRound's spinquant_config unless its rotations are all fused.
 
     Source: `preregister_spinquant_buffers` of auto_round.algorithms.transforms.spinquant.serialize.
     """
-    if config.has(key):
-        own = config.table(key)
-        if own.values and (is_online_spinquant(own.values, online_r1=True) or own.values.get("r3")):
-            raise rotated(
-                config, key, "rotations that are fused: r3, r4 and online_r1_rotation false"
-            )
+    key = "spinquant_config"
+    flags = config.table(key).values if config.has(key) else {}
+    if flags and (is_online_spinquant(flags, online_r1=True) or flags.get("r3")):
+        raise rotated(config, key, "rotations that are fused: r3, r4 and online_r1_rotation false")
 
 
 def refuse_rotated_model(text: Mapping[str, Any]) -> None:
-    """Raise RequestError if config.json itself, outside of its quantization config, declares rotated inputs."""
+    """Raise RequestError if config.json itself, outside of its quantization config, declares rotated inputs.
+
+    Source: `save_spinquant_config` of auto_round.algorithms.transforms.spinquant.serialize and `save_config` of its
+    transforms.hadamard.apply.
+    """
     config = ConfigReader(text, "config.json")
-    refuse_spinquant(config, _IN_CONFIG[0])
-    refuse_rotation(config, _IN_CONFIG[1])
+    refuse_spinquant(config)
+    if config.values.get("rotation_config"):
+        raise rotated(config, "rotation_config", "nothing: inputs that are not rotated")

@@ -6,11 +6,11 @@ Legend: N output rows, K input columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hqconv.errors import InputError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
     Decoded,
@@ -22,17 +22,17 @@ from hqconv.formats.encoding import (
     register_encoding,
 )
 from hqconv.formats.gptq import dynamic_rules
-from hqconv.formats.module_rules import (
+from hqconv.formats.mx import MXFP4, nvfp4_format
+from hqconv.formats.quant_config import (
     Matcher,
-    Rule,
+    ModuleRule,
     always,
     globbed_in,
     parents,
+    quant_method,
     skipped_names,
     when,
 )
-from hqconv.formats.mx import MXFP4, nvfp4_format
-from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
 
@@ -48,77 +48,61 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 # --- config ------------------------------------------------------------------------------------------------
 
 
-_GPTQMODEL = Keys("weight_block_size format weight_scale_method weight_scale_semantics")
+_GPTQMODEL = Keys(
+    "weight_block_size format weight_scale_method weight_scale_semantics bits group_size desc_act sym smoother"
+)
 KEYS = _GPTQMODEL | Keys(
     "fmt scale_fmt activation_scheme modules_to_not_convert ignored_layers "
     "expert_dtype store_dtype routed_experts_quant_method mxfp4_block_size "  # DeepSeek, MiMo, Ling
-    "moe_quant_algo ignore exclude_modules group_size "  # ModelOpt's, of nvfp4 experts
-    "weight_dtype checkpoint_format method rotation",
+    "moe_quant_algo ignore exclude_modules "  # ModelOpt's, of nvfp4 experts
+    "weight_dtype checkpoint_format method "
     "modules_to_convert dequantize is_checkpoint_fp8_serialized run_compressed "  # of a loader
     "config_groups quant_algo kv_cache_quant_algo kv_cache_scheme targets "  # ModelOpt's
-    "bits desc_act sym lm_head activation pack_dtype meta smoother",  # GPTQModel's
-    entries={
-        "quantized_layers": Keys("quant_algo group_size"),
-        "dynamic": _GPTQMODEL | Keys(unused="bits group_size desc_act sym smoother"),
-    },
+    "lm_head activation pack_dtype meta",  # GPTQModel's
+    entries={"quantized_layers": Keys("quant_algo group_size"), "dynamic": _GPTQMODEL},
 )
 
 
 @quant_method("fp8", keys=KEYS)
-def parse_fp8(config: ConfigReader, text: Text) -> list[Rule]:
+def parse_fp8(config: ConfigReader, text: TextConfig) -> list[ModuleRule]:
     """Parse fp8 of transformers, DeepSeek and GPTQModel: per block, or per tensor or channel as the scales' shapes say.
 
     DeepSeek-V4 gives the dtype of its routed experts in the model's config (V4.1: in this one); MiMo and Ling give
     their method.
     """
-    refuse_rotation(config, "rotation")
     skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
-    overrides = list(dynamic_rules(config, _dense))
-    return [skipped, *_routed_experts(config, text), *overrides, always(_dense(config))]
+    usual = always(_dense(config))
+    overrides = dynamic_rules(config, _dense)
+    return [skipped, *_routed_experts(config, text), *overrides, usual]
 
 
 def _dense(config: ConfigReader) -> SourceFormat:
-    """Return the format of all modules, or of those that GPTQModel's `dynamic` gives other words.
+    """Return the format of all modules, or of those that GPTQModel's `dynamic` gives other values.
 
     GPTQModel stores fp8_max / amax as weight_scale_inv, so its scale divides. Source: `quantize_fp8_weight` and
     `dequantize_weight` of gptqmodel, nn_modules/qlinear/fp8.py.
     """
-    rows, columns = (
-        config.pair("weight_block_size") if config.has("weight_block_size") else (ANY, ANY)
-    )
-    dtypes = {
-        _CODE_DTYPES[config.text(key, tuple(_CODE_DTYPES))]
-        for key in ("fmt", "weight_dtype")
-        if config.has(key)
-    }
-    if len(dtypes) > 1:
-        raise config.unsupported("weight_dtype", "the dtype that fmt says")
-    if config.has("format") and config.text("format") != "fp8":
-        dtypes.add(_CODE_DTYPES[config.one_of("format", *_CODE_DTYPES)])
-    for key in ("checkpoint_format", "method"):
-        if config.has(key):
-            config.one_of(key, "fp8", *_CODE_DTYPES)
-    if config.has("weight_scale_method"):
-        shared = config.one_of("weight_scale_method", "tensor", "row", "block")
-        if (shared == "block") != config.has("weight_block_size"):
-            raise config.unsupported(
-                "weight_scale_method", "block exactly where there is a weight_block_size"
-            )
-        rows, columns = {"tensor": (0, 0), "row": (1, 0)}.get(shared, (rows, columns))
-    is_power = config.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
-    is_inverted = config.has("weight_scale_semantics")
-    if is_inverted:
-        config.one_of("weight_scale_semantics", "inverse")
-    options = {"scale_fmt": "ue8m0"} if is_power else {}
+    rows, columns = ANY, ANY
+    if config.has("weight_block_size"):
+        rows, columns = config.pair("weight_block_size")
+    dtype_key = config.first("fmt", "weight_dtype", "format")
+    dtype = config.text(dtype_key, ("fp8", *_CODE_DTYPES), "fp8")
+    scale_fmt = config.text("scale_fmt", ("float", "ue8m0"), "float")
+    semantics = config.text("weight_scale_semantics", ("inverse", ""), "")
+    options: list[tuple[str, object]] = []
+    if scale_fmt == "ue8m0":
+        options.append(("scale_fmt", "ue8m0"))
+    if semantics == "inverse":
+        options.append(("scale_inverted", True))
     return SourceFormat(
-        "gptqmodel fp8" if is_inverted else "fp8",
+        "gptqmodel fp8" if semantics == "inverse" else "fp8",
         "fp8",
-        dtypes.pop() if len(dtypes) == 1 else "",
-        "float8e8m0" if is_power else "",
+        _CODE_DTYPES.get(dtype, ""),
+        "float8e8m0" if scale_fmt == "ue8m0" else "",
         rows,
         columns,
-        options=(*options.items(), *((("scale_inverted", True),) if is_inverted else ())),
-        static_inputs="float8e4m3" if config.values.get("activation_scheme") == "static" else "",
+        options=tuple(options),
+        static_inputs="float8e4m3" if config.get("activation_scheme") == "static" else "",
     )
 
 
@@ -126,66 +110,41 @@ def _is_routed(module: str) -> bool:
     return ".experts." in f".{module}."
 
 
-def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
+def _routed_experts(config: ConfigReader, text: TextConfig) -> Iterator[ModuleRule]:
     """Yield the rules of routed experts whose format differs from the rest of an fp8 checkpoint.
 
     Experts that ModelOpt left out (an MTP layer's) keep their original format.
     """
     if config.has("moe_quant_algo"):
-        config.one_of("moe_quant_algo", "NVFP4")
+        config.text("moe_quant_algo", ("nvfp4",))
         is_quantized = _modelopt_modules(config)
         yield when(
             lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16)
         )
-    if _expert_method(config, text) == "mxfp4":
-        config.integer("mxfp4_block_size", 32, 32, 32)
-        yield when(_is_routed, MXFP4)
-
-
-def _expert_method(config: ConfigReader, text: Text) -> str:
-    """Return "mxfp4" or "fp8"; all keys about routed experts must agree.
-
-    The model's config counts where the quantization config has no such key.
-    """
+    # The model's config counts where the quantization config has no such key.
     keys = ("routed_experts_quant_method", "store_dtype", "expert_dtype")
-    reader = (
-        config
-        if config.has(*keys)
-        else ConfigReader({"expert_dtype": text.get(keys[2])}, "config.json")
-    )
-    method = ""
-    for key in (key for key in keys if reader.has(key)):
-        if key == "expert_dtype":
-            value = {"fp4": "mxfp4", "fp8": "fp8"}[reader.text(key, ("fp4", "fp8"))]
-        else:
-            value = reader.one_of(key, "mxfp4", "fp8", *_CODE_DTYPES)
-            value = "fp8" if value in _CODE_DTYPES else value
-        if method not in ("", value):
-            raise reader.unsupported(key, f"{method}, as the other keys for routed experts say")
-        method = value
-    return method or "fp8"
+    if not config.has(*keys):
+        config = ConfigReader({"expert_dtype": text.get("expert_dtype")}, "config.json")
+    method = config.text(config.first(*keys), ("mxfp4", "fp4", "fp8", *_CODE_DTYPES), "fp8")
+    if method in ("mxfp4", "fp4"):
+        yield when(_is_routed, MXFP4)
 
 
 def _modelopt_modules(config: ConfigReader) -> Matcher:
     """Match modules of an fp8 checkpoint that ModelOpt quantized: listed with its algorithm, and not ignored."""
-    keys = ("ignore", "exclude_modules")
-    is_ignored = globbed_in(
-        config.names(*keys), config.where(config.first(*keys)), with_parents=True
-    )
+    key = config.first("ignore", "exclude_modules")
+    is_ignored = globbed_in(config.names(key), config.where(key), with_parents=True)
     layers = dict(config.tables("quantized_layers"))
     for layer in layers.values():
-        layer.one_of("quant_algo", "NVFP4", "W4A16_NVFP4")
+        layer.text("quant_algo", ("nvfp4", "w4a16_nvfp4"))
     is_all = not config.has("quantized_layers")
     return lambda module: (
         not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
     )
 
 
-FBGEMM_KEYS = Keys("modules_to_not_convert", "activation_scale_ub dequantize")
-
-
-@quant_method("fbgemm_fp8", keys=FBGEMM_KEYS)
-def parse_fbgemm_fp8(config: ConfigReader, _text: Text) -> list[Rule]:
+@quant_method("fbgemm_fp8", keys=Keys("modules_to_not_convert activation_scale_ub dequantize"))
+def parse_fbgemm_fp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse fbgemm's fp8: one scale per output row."""
     skipped = skipped_names(config, "modules_to_not_convert")
     return [skipped, always(SourceFormat("fbgemm fp8", "fp8", "float8e4m3", "", 1, 0))]
@@ -209,17 +168,13 @@ class Fp8(Encoding):
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(4)
-        scales, is_inverted = matrix.scale_shapes, fmt.divides("scale")
+        dtypes = FLOATS if fmt.divides("scale") else (*FLOATS, *SCALE_DTYPES["float8e8m0"])
+        scales = matrix.scale_shapes
         if len(scales[0]) == 2:  # ModelOpt's FP8_PB_WO keeps the dimensions of the blocks
             scales = (*scales, (scales[0][0], 1, scales[0][1], 1))
         return [
             StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
-            StoredTensor(
-                "scale",
-                _SCALE_NAMES,
-                (*FLOATS, *(() if is_inverted else SCALE_DTYPES["float8e8m0"])),
-                scales,
-            ),
+            StoredTensor("scale", _SCALE_NAMES, dtypes, scales),
         ]
 
     def resolve_groups(self, fmt: SourceFormat, headers: Headers, n: int) -> SourceFormat:
@@ -227,10 +182,8 @@ class Fp8(Encoding):
         if ANY not in (fmt.group_n, fmt.group_k):
             return fmt
         scale = next((headers[name] for name in (*_SCALE_NAMES, "scales") if name in headers), None)
-        if scale is None:
-            return replace(
-                fmt, group_n=1, group_k=0
-            )  # the missing scale is reported when parts are matched
+        if scale is None:  # is reported when parts are matched
+            return replace(fmt, group_n=1, group_k=0)
         if math.prod(scale.shape) == 1:
             return replace(fmt, group_n=0, group_k=0)
         if scale.shape in ((n,), (n, 1)):
@@ -243,32 +196,25 @@ class Fp8(Encoding):
             remedy="Put the block of these scales into quantization_config as weight_block_size, such as [128, 128].",
         )
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Take the code type from the weight's header."""
         weight = found["weight"]
         b_dtype = humming_name(weight.dtype)
         if fmt.b_dtype not in ("", b_dtype):
             what = "A tensor has the wrong dtype."
             raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
-        fmt = super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
+        fmt = super().complete(replace(fmt, b_dtype=b_dtype), found)
         return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give e8m0 scales their dtype."""
         import torch
 
-        from hqconv.quantization.value_checks import is_any
-
         scale = matrix.scale()
         if matrix.fmt.divides("scale"):
             scale = matrix.multiplier("scale")
         elif scale.dtype != torch.float8_e8m0fnu and matrix.fmt.option("scale_fmt") == "ue8m0":
             mantissa, _ = torch.frexp(scale.float())
-            if is_any(mantissa != 0.5):
-                found = scale[mantissa.reshape(scale.shape) != 0.5].flatten()[0].item()
-                matrix.refuse(
-                    "scale", "A scale is no power of two.", "ue8m0 scales: powers of two", found
-                )
-        return matrix.coded(matrix.words(), scale)
+            expected = "ue8m0 scales: powers of two"
+            matrix.refuse_where(mantissa != 0.5, "scale", "A scale is no power of two.", expected)
+        return matrix.coded(matrix.int32_words(), scale)

@@ -1,4 +1,4 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: its method and its encoding.
+"""GPTQ and AWQ, as AutoGPTQ, AutoAWQ and GPTQModel write them: the methods and the encodings.
 
 Legend: N output rows, K input columns, G groups along K, b bits of a code.
 """
@@ -6,38 +6,44 @@ Legend: N output rows, K input columns, G groups along K, b bits of a code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.errors import InputError
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
     Headers,
     MatrixHeaders,
-    Shape,
     StoredMatrix,
     StoredTensor,
     integer_bits,
     register_encoding,
-    shape_of_words,
 )
-from hqconv.formats.linear_regex import LinearRegex
-from hqconv.formats.module_rules import Rule, always, containing, when
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import (
+    ModuleRule,
+    always,
+    containing,
+    on_path,
+    quant_method,
+    regex_matcher,
+    when,
+)
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
+# --- config ------------------------------------------------------------------------------------------------
 
-# How a tool ran: GPTQModel's meta_field_map, transformers' GPTQConfig, AutoGPTQ's BaseQuantizeConfig.
-_TOOLING = Keys(
-    unused="meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
+# What decides the format, and how a tool ran: GPTQModel's meta_field_map, transformers' GPTQConfig, AutoGPTQ's
+# BaseQuantizeConfig.
+_FORMAT = Keys(
+    "bits wbits w_bit group_size q_group_size desc_act sym zero_point checkpoint_format format is_marlin_format "
+    "pack_dtype "
+    "meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
     "model_file_base_name tokenizer dataset model_seqlen max_input_length batch_size pad_token_id cache_block_outputs "
     "lm_head device module_name_preceding_first_block block_name_to_quantize to_quant_block_names autoround_version "
     "enable_quanted_input provider act_group_aware pack_impl mock_quantization foem hessian v2 v2_alpha "
@@ -46,37 +52,33 @@ _TOOLING = Keys(
     # Kernels that a loader takes; activations at run time.
     "backend use_exllama use_cuda_fp16 exllama_config max_input_len disable_exllama awq_gemm_checkpoint activation"
 )
-_FORMAT = Keys(
-    "bits wbits w_bit group_size q_group_size desc_act sym zero_point checkpoint_format format is_marlin_format "
-    "pack_dtype rotation adapter"
-)
-KEYS = (
-    _FORMAT
-    | Keys("method modules_in_block_to_quantize", entries={"dynamic": _FORMAT | _TOOLING})
-    | _TOOLING
+GPTQ_KEYS = _FORMAT | Keys("method modules_in_block_to_quantize", entries={"dynamic": _FORMAT})
+AWQ_KEYS = GPTQ_KEYS | Keys(
+    "version modules_to_not_convert do_fuse modules_to_fuse fuse_max_seq_len"
 )
 
 
-@quant_method("gptq", keys=KEYS)
-def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
+@quant_method("gptq", keys=GPTQ_KEYS)
+def parse_gptq(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse a config of AutoGPTQ or GPTQModel, with GPTQModel's `dynamic` overrides.
 
-    modules_in_block_to_quantize: only modules whose names contain one of them are quantized. `rotation` is refused:
-    GPTQModel rotates the input of a down projection when it runs (`_setup_rotation_online_had` of models/loader.py).
+    modules_in_block_to_quantize: only modules whose names contain one of them are quantized. `rotation` and `adapter`
+    are refused as unknown keys: GPTQModel rotates the input of a down projection when it runs
+    (`_setup_rotation_online_had` of models/loader.py).
     """
-    if config.has("method"):
-        config.one_of("method", "gptq")
+    config.text("method", ("gptq",), "gptq")
+    usual = always(gptq_format(config))
     rules = list(dynamic_rules(config, gptq_format))
     if names := _modules_to_quantize(config):
         is_quantized = containing(names)
         rules.append(when(lambda module: not is_quantized(module)))
-    return [*rules, always(gptq_format(config))]
+    return [*rules, usual]
 
 
 def _modules_to_quantize(config: ConfigReader) -> list[str]:
     """Return the strings of a list of strings or of lists of strings; none where the key is absent."""
     key = "modules_in_block_to_quantize"
-    entries = config.values.get(key) or []
+    entries = config.get(key, [])
     if not isinstance(entries, list):
         raise config.wrong(key, "a list")
     flat = [item for entry in entries for item in (entry if isinstance(entry, list) else [entry])]
@@ -85,29 +87,32 @@ def _modules_to_quantize(config: ConfigReader) -> list[str]:
 
 def dynamic_rules(
     config: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]
-) -> Iterator[Rule]:
+) -> Iterator[ModuleRule]:
     """Yield GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
     if not config.has("dynamic"):
         return
     overrides = config.table("dynamic")
     for pattern in overrides.values:
-        regex = LinearRegex(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, overrides.path)
+        regex = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+        matches = regex_matcher([regex], overrides.path)
         if pattern.startswith("-:"):
-            yield when(regex.matches)
+            yield when(matches)
         else:
-            yield when(regex.matches, format_of(config.overridden(overrides.table(pattern))))
+            yield when(matches, format_of(config.overridden(overrides.table(pattern))))
 
 
 def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
     """Return one GPTQ format. Version 1 stores a zero point minus one, version 2 as it is."""
-    check_gptqmodel_keys(config)
-    bits = config.integer(config.agreed("bits", "wbits", "w_bit"), 2, 8)
-    group_size = config.group_size(config.agreed("group_size", "q_group_size"))
+    bits_key = config.agreed("bits", "wbits", "w_bit")
+    bits = config.integer(bits_key, 2, 8)
+    if bits not in (2, 3, 4, 8):
+        raise config.unsupported(bits_key, "2, 3, 4 or 8: others are spread over bit planes")
+    group_size = config.group_size("group_size", "q_group_size")
     is_ordered = config.flag("desc_act", False)
     key = config.agreed("checkpoint_format", "format")
-    version = config.text(key, default="gptq")
-    if version not in ("gptq", "gptq_v2") or config.flag("is_marlin_format", False):
-        raise config.unsupported(key, "gptq or gptq_v2")
+    version = config.text(key, ("gptq", "gptq_v2"), "gptq")
+    if config.flag("is_marlin_format", False):
+        raise config.unsupported("is_marlin_format", "false")
     return SourceFormat(
         f"{title} int{bits}",
         "gptq",
@@ -120,22 +125,38 @@ def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
     )
 
 
-def check_gptqmodel_keys(config: ConfigReader) -> None:
-    """Raise RequestError for GPTQModel's rotations, adapters and other packed words, and for contradicting keys.
+# Undecided are modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do
+# not. Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by
+# tools that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
+@quant_method(
+    "awq",
+    keys=AWQ_KEYS,
+    undecided=lambda config: containing(config.names("modules_to_not_convert")),
+)
+def parse_awq(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
+    """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
+    config.text("method", ("awq",), "awq")
+    config.text(config.first("version", "checkpoint_format", "format"), ("gemm",), "gemm")
+    if config.get("backend") == "llm-awq":
+        raise config.unsupported("backend", "autoawq")
+    skipped = when(on_path(config.names("modules_to_not_convert")))
+    usual = always(awq_format(config))
+    return [skipped, *dynamic_rules(config, awq_format), usual]
 
-    Source: `BaseQuantizeConfig` of gptqmodel, quantization/config.py.
-    """
-    refuse_rotation(config, "rotation")
-    if config.values.get("adapter"):
-        raise config.unsupported("adapter", "none: weights without a low-rank correction")
-    if config.has("pack_dtype") and config.text("pack_dtype").removeprefix("torch.") != "int32":
-        raise config.unsupported("pack_dtype", "int32")
-    if (
-        config.has("sym")
-        and config.has("zero_point")
-        and config.flag("zero_point", True) == config.flag("sym", True)
-    ):
-        raise config.unsupported("zero_point", "the opposite of sym")
+
+def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:
+    """Return one AWQ format; its order of nibbles is defined for 4 bits only."""
+    bits = config.integer(config.agreed("bits", "w_bit", "wbits"), 4, 4)
+    return SourceFormat(
+        f"{title} int{bits}",
+        "awq",
+        f"uint{bits}",
+        group_k=config.group_size("group_size", "q_group_size"),
+        has_zero_point=config.flag("zero_point", not config.flag("sym", False)),
+    )
+
+
+# --- tensors -----------------------------------------------------------------------------------------------
 
 
 @register_encoding
@@ -154,12 +175,6 @@ class Gptq(Encoding):
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
-        if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
-            raise InputError(
-                "GPTQ codes of this size cannot be read.",
-                expected="2, 3, 4 or 8 bits",
-                found=f"{bits} bits",
-            )
         divisor = 32 // math.gcd(bits, 32)
         matrix.require_multiples(divisor, divisor)
         groups = matrix.num_groups
@@ -173,19 +188,10 @@ class Gptq(Encoding):
             StoredTensor("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=is_ordered),
         ]
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Mark the columns as permuted unless there is only one group."""
         fmt = replace(fmt, is_permuted=bool(fmt.option("desc_act")) and fmt.group_k != 0)
-        return super().complete(fmt, found, used, k)
-
-    def logical_shape(
-        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
-    ) -> Shape | None:
-        """Return (N, K) of words along K."""
-        words, rows = weight.shape
-        return shape_of_words(fmt, rows, words)
+        return super().complete(fmt, found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Transpose the words; the zero points are codes [N, G]."""
@@ -214,3 +220,40 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
         return bit_codec.unpack(stored + ones, bits)  # wraps
     zero: torch.Tensor = (bit_codec.unpack(stored, bits) + offset) & (2**bits - 1)
     return zero
+
+
+@register_encoding
+class Awq(Encoding):
+    """qweight int32 [K, N / 8], qzeros [G, N / 8] with nibbles 0 2 4 6 1 3 5 7, scales [G, N].
+
+    Source: autoawq, utils/packing_utils.py.
+    """
+
+    name = "awq"
+    weight_names = ("qweight",)
+    part_names = ("qzeros", "scales")
+
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(8, 8)
+        groups = matrix.num_groups
+        zeros = ((groups, n // 8),)
+        return [
+            StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
+            StoredTensor(
+                "zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point
+            ),
+            StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+        ]
+
+    def decode(self, matrix: StoredMatrix) -> Decoded:
+        """Transpose the nibbles into words along K."""
+        from hqconv.quantization.bit_codec import AWQ_ORDER, reordered_nibbles, transpose_4bit
+
+        packed = transpose_4bit(matrix["weight"], AWQ_ORDER)
+        zero_point = None
+        if "zero_point" in matrix:
+            zero_point = matrix.zero_or_midpoint(
+                reordered_nibbles(matrix["zero_point"]).t().contiguous()
+            )
+        return matrix.coded(packed, matrix["scale"].t().contiguous(), zero_point=zero_point)

@@ -6,61 +6,66 @@ in e4m3 per 16 and one for the matrix.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from fractions import Fraction
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
+    ENCODINGS,
     ONE,
     SCALE_DTYPES,
     Decoded,
     Encoding,
     Headers,
     MatrixHeaders,
-    Shape,
     Shapes,
     StoredMatrix,
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, globbed_in, on_path, skipped_names, when
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import (
+    ModuleRule,
+    always,
+    globbed_in,
+    on_path,
+    quant_method,
+    skipped_names,
+    when,
+)
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorSpec
+from hqconv.schemas.dtypes import FLOATS, code_bits
+
+if TYPE_CHECKING:
+    import torch
+
+    from hqconv.quantization.coded_matrix import CodedMatrix
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scales")
 
 
 def mx_format(name: str, encoding: str) -> SourceFormat:
     """Return the format of an encoding of this module, "mxfp4", "mxfp6" or "mxfp8", under a name."""
-    b_dtype = {"mxfp4": Mxfp4, "mxfp6": Mxfp6, "mxfp8": Mxfp8}[encoding].b_dtype
-    return SourceFormat(name, encoding, b_dtype, "float8e8m0", 1, 32)
+    return SourceFormat(name, encoding, ENCODINGS[encoding].b_dtype, "float8e8m0", 1, 32)
 
 
-MXFP4_KEYS = Keys("modules_to_not_convert", "dequantize")
-MXFP8_KEYS = Keys(
-    "weight_block_size ignored_layers modules_to_not_convert",
-    "activation_scheme fmt scale_fmt dequantize",
-)
-
-
-@quant_method("mxfp4", keys=MXFP4_KEYS)
-def parse_mxfp4(config: ConfigReader, _text: Text) -> list[Rule]:
+@quant_method("mxfp4", keys=Keys("modules_to_not_convert dequantize"))
+def parse_mxfp4(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse GPT-OSS's config: fp4 with a power-of-two scale per 32 columns."""
     return [skipped_names(config, "modules_to_not_convert"), always(MXFP4)]
 
 
+MXFP8_KEYS = Keys(
+    "weight_block_size ignored_layers modules_to_not_convert activation_scheme fmt scale_fmt dequantize"
+)
+
+
 @quant_method("mxfp8", keys=MXFP8_KEYS)
-def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_mxfp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse MiniMax's config: ModelOpt's MXFP8 with other keys. A name covers its path.
 
     Source: `ModelOptMxFp8Config.from_config` of vLLM's layers/quantization/modelopt.py.
     """
-    if config.has("weight_block_size") and config.pair("weight_block_size") != (1, 32):
-        raise config.unsupported("weight_block_size", "[1, 32]")
     key = config.first("ignored_layers", "modules_to_not_convert")
     names = config.names(key)
     return [
@@ -76,25 +81,23 @@ class _Microscaling(Encoding):
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         matrix.require_multiples(32)
+        shapes = self.weight_shapes(matrix.n, matrix.k, matrix.headers)
+        scales = ((matrix.n, matrix.k // 32),)
         return [
-            StoredTensor(
-                "weight", self.weight_names, self.weight_dtypes, self.weight_shapes(matrix)
-            ),
-            StoredTensor(
-                "scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((matrix.n, matrix.k // 32),)
-            ),
+            StoredTensor("weight", self.weight_names, self.weight_dtypes, shapes),
+            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], scales),
         ]
 
-    def weight_shapes(self, matrix: MatrixHeaders) -> Shapes:
+    def weight_shapes(self, n: int, k: int, headers: Headers) -> Shapes:
         """Return the shapes that the codes may have."""
-        return ((matrix.n, int(matrix.k / self.columns_per_element)),)
+        return ((n, k * code_bits(self.b_dtype) // 8),)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give the scales their dtype.
 
         Source: OCP Microscaling Formats 1.0; transformers, integrations/mxfp4.py, convert_moe_packed_tensors.
         """
-        return matrix.coded(matrix.words(), matrix.scale())
+        return matrix.coded(matrix.int32_words(), matrix.scale())
 
 
 @register_encoding
@@ -106,22 +109,10 @@ class Mxfp4(_Microscaling):
     b_dtype = "float4e2m1"
     weight_dtypes = ("U8", "I8", "F4")
 
-    def weight_shapes(self, matrix: MatrixHeaders) -> Shapes:
+    def weight_shapes(self, n: int, k: int, headers: Headers) -> Shapes:
         """Return the shapes of bytes, of blocks, and of elements where an F4 tensor counts these."""
-        n, k = matrix.n, matrix.k
-        has_elements = any(part.dtype == "F4" for part in matrix.headers.values())
+        has_elements = any(header.dtype == "F4" for header in headers.values())
         return ((n, k // 2), (n, k // 32, 16), *(((n, k),) if has_elements else ()))
-
-    def logical_shape(
-        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
-    ) -> Shape | None:
-        """Return (N, K): two codes a byte, but one for each element of an F4 tensor whose shape counts elements."""
-        rows, columns = weight.shape[:2]
-        if len(weight.shape) == 3:
-            return rows, columns * 32
-        scale = next((headers[name] for name in _SCALE_NAMES if name in headers), None)
-        is_elements = weight.dtype == "F4" and scale is not None and scale.shape[-1] * 32 == columns
-        return rows, columns if is_elements else columns * 2
 
 
 @register_encoding
@@ -134,7 +125,6 @@ class Mxfp6(_Microscaling):
     name = "mxfp6"
     weight_names = ("weight_packed",)
     b_dtype = "float6e2m3"
-    columns_per_element = Fraction(4, 3)
 
 
 @register_encoding
@@ -167,7 +157,6 @@ class Nvfp4(Encoding):
     weight_names = ("weight", "weight_packed")
     part_names = ("weight_scale", "weight_scale_2", "weight_global_scale")
     b_dtype = "float4e2m1"
-    columns_per_element = Fraction(2)
     byte_scale_dtype = "float8e4m3"  # some writers store them as bytes
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
@@ -179,21 +168,22 @@ class Nvfp4(Encoding):
             StoredTensor("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
         ]
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Set by its name if the second scale multiplies or divides."""
-        scale_2 = "divides" if used["scale_2"] == "weight_global_scale" else "multiplies"
-        options = {**dict(fmt.options), "scale_2": scale_2}
-        fmt = replace(fmt, scale_2="tensor", options=tuple(options.items()))
-        return super().complete(fmt, found, used, k)
+        is_inverse = found["scale_2"].name.endswith("weight_global_scale")
+        options = {**dict(fmt.options), "scale_2": "divides" if is_inverse else "multiplies"}
+        return super().complete(replace(fmt, options=tuple(options.items())), found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes and scales; invert a second scale that divides."""
-        import torch
+        return _coded_nvfp4(matrix, matrix.multiplier("scale_2"))
 
-        scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
-        return matrix.coded(matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1))
+
+def _coded_nvfp4(matrix: StoredMatrix, scale_2: torch.Tensor) -> CodedMatrix:
+    import torch
+
+    scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
+    return matrix.coded(matrix.int32_words(), scale, scale_2=scale_2.reshape(1))
 
 
 @register_encoding
@@ -212,34 +202,20 @@ class Nvfp4Amax(Nvfp4):
         divisor = StoredTensor("divisor", ("weight_outer_scale_denominator",), FLOATS, ONE)
         return [codes, scale, amax, divisor]
 
-    def complete(
-        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
-    ) -> SourceFormat:
+    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Leave the second scale as it is: amax multiplies."""
-        return Encoding.complete(self, fmt, found, used, k)
+        return Encoding.complete(self, fmt, found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes and scales; the second scale is amax / denominator in float32."""
-        import torch
-
-        from hqconv.quantization.value_checks import is_any
-
-        divisor = matrix.multiplier("divisor").reshape(1)
-        if is_any(divisor == 0):
-            matrix.refuse(
-                "divisor",
-                "A scale is not usable: its weights would be no numbers.",
-                "a number above 0",
-                "0",
-            )
-        scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
-        return matrix.coded(
-            matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1) / divisor
-        )
+        divisor = matrix.multiplier("divisor")
+        what = "A scale is not usable: its weights would be no numbers."
+        matrix.refuse_where(divisor == 0, "divisor", what, "a number above 0")
+        return _coded_nvfp4(matrix, matrix.multiplier("scale_2").reshape(1) / divisor.reshape(1))
 
 
-def undeclared_format(parts: Collection[str]) -> SourceFormat:
+def undeclared_format(part_names: Collection[str]) -> SourceFormat:
     """Return the format of a stack of Inkling2Loop's experts, whose config declares none, by the names of its parts."""
-    if "weight_amax" in parts:
+    if "weight_amax" in part_names:
         return replace(nvfp4_format("nvfp4 of amax", 16), encoding=Nvfp4Amax.name)
-    return mx_format("mxfp8", "mxfp8") if "weight_scale" in parts else PLAIN
+    return mx_format("mxfp8", "mxfp8") if "weight_scale" in part_names else PLAIN

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv.formats.config_reader import (
     ConfigReader,
     Keys,
-    Text,
+    TextConfig,
     is_online_spinquant,
     rotated,
     speaks_of_rotations,
@@ -23,7 +23,6 @@ from hqconv.formats.encoding import (
     SCALE_DTYPES,
     Decoded,
     Encoding,
-    Headers,
     MatrixHeaders,
     Shape,
     Shapes,
@@ -31,11 +30,9 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, when
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import Matcher, ModuleRule, always, globbed_in, quant_method, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
-from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -81,19 +78,17 @@ _SMALL_SCALES = {
 # quark.torch.export.config.config.
 _TENSOR = Keys(
     "dtype mx_element_dtype qscheme ch_axis group_size block_size symmetric is_dynamic is_scale_quant scale_format "
-    "scale_type",
-    "round_method observer_cls scale_calculation_mode qat_spec zero_point_type enable_buffer_reuse max_input_numel",
+    "scale_type "
+    "round_method observer_cls scale_calculation_mode qat_spec zero_point_type enable_buffer_reuse max_input_numel"
 )
-_LAYER = Keys(unused="input_tensors output_tensors bias target_device", inside={"weight": _TENSOR})
+_LAYER = Keys("input_tensors output_tensors bias target_device", inside={"weight": _TENSOR})
 KEYS = Keys(
-    "exclude algo_config pre_quant_opt_config",
+    "exclude algo_config pre_quant_opt_config "
     "kv_cache_quant_config kv_cache_group min_kv_scale kv_cache_post_rope softmax_quant_spec quant_mode "
     "log_severity_level shared_scale_groups sync_moe_expert_input_amax keep_prequantized_layers custom_mode",
     inside={
         "global_quant_config": _LAYER,
-        "export": Keys(
-            "weight_format pack_method", "kv_cache_group min_kv_scale weight_merge_groups"
-        ),
+        "export": Keys("weight_format pack_method kv_cache_group min_kv_scale weight_merge_groups"),
     },
     entries={"layer_quant_config": _LAYER, "layer_type_quant_config": _LAYER},
 )
@@ -104,25 +99,23 @@ def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
 
 
 @quant_method("quark", keys=KEYS, undecided=lambda config: _excluded(config, with_parents=True))
-def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_quark(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
     A pattern covers the names it matches, not modules below them, of which the tensors decide: vLLM's module of all
     experts may be named. The "re:" prefix is vLLM's.
     """
     _check_algorithms(config)
-    export = (
-        config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
+    export = config.replaced(export=config.get("export", {})).table("export")
+    weight_format = export.text(
+        "weight_format", ("real_quantized", "fake_quantized"), "real_quantized"
     )
-    if (
-        export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
-        != "real_quantized"
-    ):
+    if weight_format == "fake_quantized":
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    rules: list[Rule] = [when(_excluded(config, with_parents=False))]
+    rules: list[ModuleRule] = [when(_excluded(config, with_parents=False))]
     named: dict[str, SourceFormat] = {}
-    patterns: list[Rule] = []
+    patterns: list[ModuleRule] = []
     for name, layer in config.tables("layer_quant_config"):
         named[name] = _format(layer, packing)
         matches = globbed_in([name], config.where("layer_quant_config"))
@@ -141,24 +134,19 @@ def _check_algorithms(config: ConfigReader) -> None:
     OnlineRotationConfig and SVDQuantConfig of quark.torch.quantization.config.config.
     """
     for key in ("algo_config", "pre_quant_opt_config"):
-        value = config.values.get(key)
-        for one in value if isinstance(value, list) else [value]:
-            if one is None:
-                continue
-            if not isinstance(one, Mapping):
+        value = config.get(key, [])
+        for algorithm in value if isinstance(value, list) else [value]:
+            if not isinstance(algorithm, Mapping):
                 raise config.wrong(key, "objects, each with the name of an algorithm")
-            name = str(one.get("name", "")).lower()
+            name = str(algorithm.get("name", "")).lower()
             if "svd" in name:
                 raise config.unsupported(key, "no svdquant: weights without a low-rank branch")
-            is_rotation = speaks_of_rotations(name) or bool(
-                {"r1", "r2", "r4", "online_r1_rotation"} & set(one)
-            )
-            if is_rotation and (
-                one.get("online_config") or is_online_spinquant(one, online_r1=False)
-            ):
-                raise rotated(
-                    config, key, "rotations that are fused: r4 and online_r1_rotation false"
-                )
+            flags = {"r1", "r2", "r4", "online_r1_rotation"}
+            if not speaks_of_rotations(name) and flags.isdisjoint(algorithm):
+                continue
+            if algorithm.get("online_config") or is_online_spinquant(algorithm, online_r1=False):
+                expected = "rotations that are fused: r4 and online_r1_rotation false"
+                raise rotated(config, key, expected)
 
 
 def _format(layer: ConfigReader, packing: str) -> SourceFormat:
@@ -166,53 +154,46 @@ def _format(layer: ConfigReader, packing: str) -> SourceFormat:
         return PLAIN
     spec, second, stage = _stages(layer)
     dtype = spec.text("dtype", tuple(_STORAGE))
-    element = (
-        spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2")) if dtype == "mx" else dtype
-    )
+    element = dtype
+    if dtype == "mx":
+        element = spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2"))
     if spec.flag("is_dynamic", False):
         raise spec.unsupported("is_dynamic", "false, for weights")
-    qscheme, rows, columns = _sizes(spec, dtype)
-    scale_format = _scale_format(spec, dtype)
-    scale_dtype = second.text("dtype", ("fp8_e4m3", "fp8_e5m2", "fp8_e5m3")) if second else None
-    is_integer, has_zero_point = dtype in _INTEGERS, _has_zero_point(spec, dtype)
-    is_mx = scale_format == "e8m0" and (rows, columns) == (1, 32) and not is_integer
-    stored = scale_dtype if scale_dtype and stage == 1 else scale_format
+    rows, columns = _sizes(spec, dtype)
+    scale = _scale_format(spec, dtype)
+    is_integer = dtype in _INTEGERS
+    is_mx = scale == "e8m0" and (rows, columns) == (1, 32) and not is_integer
+    if second:
+        _check_second(second)
+        if stage == 1:
+            scale = second.text("dtype", ("fp8_e4m3", "fp8_e5m2", "fp8_e5m3"))
     options: Mapping[str, Any] = {
         "dtype": dtype,
-        "qscheme": qscheme,
-        "group_size": columns if qscheme == "per_group" else 0,
-        "block_size": (rows, columns) if qscheme == "per_block" else None,
-        "symmetric": spec.flag("symmetric", True) if spec.has("symmetric") else None,
-        "scale_format": scale_format,
-        "mx_element_dtype": element if dtype == "mx" else None,
         "pack_method": packing,
-        "scale_dtype": scale_dtype,
-        "scale_qscheme": _second_scheme(second) if second else None,
-        "scale_stage": stage,
-        # Selects the scale that is stored for each group, and the layout of the codes.
+        # The scale that is stored for each group.
         "scale_name": "weight_scale_2" if second and stage == 0 else "weight_scale",
-        "is_transposed": qscheme == "per_group" and dtype in _TRANSPOSED,
+        "is_transposed": dtype in _TRANSPOSED and spec.text("qscheme") == "per_group",
     }
     return SourceFormat(
         f"quark mx{element}" if is_mx else f"quark {element}",
         "quark",
         f"uint{dtype[-1]}" if is_integer else _FLOATS[element],
-        _SMALL_SCALES.get(stored or "", stored or ""),
+        _SMALL_SCALES.get(scale, scale),
         rows,
         columns,
-        has_zero_point=has_zero_point,
+        has_zero_point=_has_zero_point(spec, dtype),
         scale_2="tensor" if second else "none",
         options=tuple(options.items()),
     )
 
 
 def _has_zero_point(spec: ConfigReader, dtype: str) -> bool:
-    is_asymmetric = dtype in _INTEGERS and (
-        dtype.startswith("uint") or not spec.flag("symmetric", True)
-    )
-    if is_asymmetric and dtype in _WITHOUT_ZERO_POINTS:
+    is_symmetric = spec.flag("symmetric", True) and not dtype.startswith("uint")
+    if dtype not in _INTEGERS or is_symmetric:
+        return False
+    if dtype in _WITHOUT_ZERO_POINTS:
         raise spec.unsupported("symmetric", f"true: zero points of {dtype} are not known")
-    return is_asymmetric
+    return True
 
 
 def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int]:
@@ -220,7 +201,7 @@ def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int
 
     Source: `parse_quark_tensor_config` of humming.schema.quark.
     """
-    value = layer.values["weight"]
+    value = layer.get("weight")
     stages = value if isinstance(value, list) else [value]
     specs = [ConfigReader(stage, layer.where("weight")) for stage in stages]
     if len(specs) == 1:
@@ -231,56 +212,57 @@ def _stages(layer: ConfigReader) -> tuple[ConfigReader, ConfigReader | None, int
     return specs[1 - place], specs[place], place
 
 
-def _second_scheme(second: ConfigReader) -> str:
-    """Return the scheme of the scales' own quantization: one number for a whole matrix."""
+def _check_second(second: ConfigReader) -> None:
+    """Raise RequestError unless the scales' own quantization is one number for a whole matrix."""
     if second.flag("is_dynamic", False) or not second.flag("symmetric", True):
         raise second.unsupported("is_dynamic", "static, symmetric scales")
-    if second.text("qscheme", ("per_tensor", "per_channel")) == "per_channel":
-        raise second.unsupported("qscheme", "per_tensor")
-    return "per_tensor"
+    second.text("qscheme", ("per_tensor",))
 
 
-def _sizes(spec: ConfigReader, dtype: str) -> tuple[str, int, int]:
-    """Return the scheme's name, and rows and columns of a scale."""
+def _sizes(spec: ConfigReader, dtype: str) -> tuple[int, int]:
+    """Return rows and columns of a scale."""
     if dtype == "mx":
-        return "per_group", 1, spec.integer("group_size", 32, 32)
-    schemes = ("per_tensor", "per_channel", "per_group", "per_block")
-    qscheme = spec.text("qscheme", schemes)
+        return 1, 32
+    qscheme = spec.text("qscheme", ("per_tensor", "per_channel", "per_group", "per_block"))
     if qscheme == "per_channel":
         if spec.integer("ch_axis", -2, 1) not in (0, -2):
             raise spec.unsupported("ch_axis", "0: output rows")
-        return qscheme, 1, 0
+        return 1, 0
     if qscheme == "per_group":
         if spec.integer("ch_axis", -2, 1) not in (1, -1):
             raise spec.unsupported("ch_axis", "-1: groups of columns")
-        return qscheme, 1, spec.integer("group_size", 1)
+        return 1, spec.integer("group_size", 1)
     if qscheme == "per_block":
         if dtype not in ("fp8_e4m3", "fp8_e5m2"):
             raise spec.unsupported("qscheme", "per_tensor, per_channel or per_group, but for fp8")
-        return qscheme, *spec.pair("block_size")
-    return qscheme, 0, 0
+        return spec.pair("block_size")
+    return 0, 0
 
 
-def _scale_format(spec: ConfigReader, dtype: str) -> str | None:
-    """Return the storage of scales; blocks give it in `scale_type` instead."""
-    if dtype == "mx" or spec.values.get("scale_type") == "float8_e8m0fnu":
+def _scale_format(spec: ConfigReader, dtype: str) -> str:
+    """Return the storage of scales; "" if not given. Blocks give it in `scale_type` instead."""
+    if dtype == "mx" or spec.get("scale_type") == "float8_e8m0fnu":
         return "e8m0"
-    if not spec.has("scale_format"):
-        return None
-    return spec.text("scale_format", ("float32", "float16", "bfloat16", "e8m0", "e5m3"))
+    formats = ("float32", "float16", "bfloat16", "e8m0", "e5m3", "")
+    return spec.text("scale_format", formats, "")
 
 
 # --- the tensors -------------------------------------------------------------------------------------------
 
 
+# Codes of these are packed along the last dimension; of the others each is an element.
+_NIBBLES = ("int4", "uint4")  # eight to an int32
+_BYTES = ("int3", "fp4", "fp6_e2m3", "fp6_e3m2")
+
+
 def _packed(dtype: str, bits: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the stored shape of codes: packed along the last dimension."""
+    """Return the stored shape of codes."""
     last = shape[-1]
     if dtype == "mx":
         last = last // 32 * (1 + bits * 4)
-    elif dtype in ("int4", "uint4"):
+    elif dtype in _NIBBLES:
         last = math.ceil(last / 8)
-    elif dtype in ("int3", "fp4", "fp6_e2m3", "fp6_e3m2"):
+    elif dtype in _BYTES:
         last = last * bits // 8
     return (*shape[:-1], last)
 
@@ -294,7 +276,6 @@ class Quark(Encoding):
     """
 
     name = "quark"
-    bias_before = ("scale",)
     part_names = ("weight_scale", "weight_scale_2", "weight_zero_point", "weight_zero_point_2")
     byte_scale_dtype = ""
 
@@ -312,35 +293,17 @@ class Quark(Encoding):
         if is_transposed:
             scales = ((math.ceil(k / fmt.group_k), n),)
         name = fmt.option("scale_name")
-        stored.append(
-            StoredTensor("scale", (name,), SCALE_DTYPES.get(fmt.scale_dtype, FLOATS), scales)
-        )
+        dtypes = SCALE_DTYPES.get(fmt.scale_dtype, FLOATS)
+        stored.append(StoredTensor("scale", (name,), dtypes, scales))
         if dtype in _INTEGERS:  # Quark stores the zeros of symmetric codes as well
-            shapes = (
-                ONE
-                if fmt.group_n == 0
-                else (_packed(dtype, bits, scales[0 if is_transposed else -1]),)
-            )
+            scale_shape = scales[0] if is_transposed else scales[-1]
+            shapes = ONE if fmt.group_n == 0 else (_packed(dtype, bits, scale_shape),)
             names, is_required = (name.replace("scale", "zero_point"),), fmt.has_zero_point
             stored.append(StoredTensor("zero_point", names, storage, shapes, is_required))
         if fmt.scale_2 != "none":
-            other = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
-            stored.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
+            second = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
+            stored.append(StoredTensor("scale_2", (second,), FLOATS, ONE))
         return stored
-
-    def logical_shape(
-        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
-    ) -> Shape | None:
-        """Return (N, K) from the packing of the codes along the last dimension."""
-        dtype, bits = fmt.option("dtype"), code_bits(fmt.b_dtype)
-        first, last = weight.shape[:2]
-        if dtype == "mx":
-            last = last // (1 + bits * 4) * 32
-        elif dtype in ("int4", "uint4"):
-            last *= 8
-        elif dtype in ("int3", "fp4", "fp6_e2m3", "fp6_e3m2"):
-            last = last * 8 // bits
-        return (last, first) if fmt.option("is_transposed") else (first, last)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Turn integers into offset binary, packed along K."""
@@ -361,7 +324,7 @@ class Quark(Encoding):
                     _zero_points(fmt, matrix["zero_point"], matrix.shape)
                 )
         else:
-            packed = matrix.words()
+            packed = matrix.int32_words()
         scale_2 = matrix["scale_2"].float().reshape(-1) if "scale_2" in matrix else None
         return matrix.coded(packed, scale, zero_point=zero_point, scale_2=scale_2)
 
@@ -430,14 +393,12 @@ def _decode_embedded(matrix: StoredMatrix) -> Decoded:
     import torch
 
     from hqconv.quantization import bit_codec
-    from hqconv.quantization.value_checks import is_any
 
-    bits = 6 if "6" in matrix.fmt.b_dtype else 4
+    bits = code_bits(matrix.fmt.b_dtype)
     blocks = matrix["weight"].reshape(matrix.shape[0], -1, 1 + bits * 4)
     exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
-    if is_any(exponent < 0):
-        found = int(exponent.min()) - 127
-        matrix.refuse("weight", "A scale is out of range.", "exponents from -127", found)
+    what, expected = "A scale is out of range.", "exponents from -127"
+    matrix.refuse_where(exponent < 0, "weight", what, expected, values=exponent - 127)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     payload = blocks[..., 1:].contiguous()
     if bits == 4:

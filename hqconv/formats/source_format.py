@@ -87,9 +87,9 @@ class SourceFormat:
         """Return the format of one projection: w1, w3 or w2."""
         if self.encoding != PER_PROJECTION:
             return self
-        one = self.option(role)
-        assert isinstance(one, SourceFormat)
-        return one
+        fmt = self.option(role)
+        assert isinstance(fmt, SourceFormat)
+        return fmt
 
     def of_gemm(self, gemm: str) -> SourceFormat:
         """Return the format of the projections of the GEMM w13 or w2."""
@@ -118,7 +118,7 @@ class SourceFormat:
         values = {"encoding" if key == "decoder" else key: value for key, value in document.items()}
         options = document["options"]
         if document["decoder"] == PER_PROJECTION:
-            options = {role: cls.from_dict(one) for role, one in options.items()}
+            options = {role: cls.from_dict(inner) for role, inner in options.items()}
         return cls(**{**values, "options": tuple(options.items())})
 
     def describe(self) -> str:
@@ -127,17 +127,17 @@ class SourceFormat:
             return self.name
         sizes = {0: "all", ANY: "?"}
         rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))
-        parts = [
+        facts = [
             f"{self.name}: {self.b_dtype or '?'}",
             f"{self.scale_dtype or '?'} scale per {rows}x{columns}",
         ]
         if self.scale_2 != "none":
-            parts.append(f"second scale per {self.scale_2}")
+            facts.append(f"second scale per {self.scale_2}")
         if self.has_zero_point:
-            parts.append("zero point")
+            facts.append("zero point")
         if self.is_permuted:
-            parts.append("columns in g_idx order")
-        return ", ".join(parts)
+            facts.append("columns in g_idx order")
+        return ", ".join(facts)
 
 
 PLAIN = SourceFormat("not quantized", FLOAT)
@@ -147,11 +147,10 @@ def per_projection(formats: Mapping[str, SourceFormat]) -> SourceFormat:
     """Return the format of a layer by its projections' formats: the common one, or one that names each."""
     if len(set(formats.values())) == 1:
         return next(iter(formats.values()))
-    texts = {role: one.describe() for role, one in formats.items()}
-    by_text = {
-        text: " and ".join(role for role in texts if texts[role] == text) for text in texts.values()
-    }
-    name = "; ".join(f"{roles}: {text}" for text, roles in by_text.items())
+    roles_of: dict[str, list[str]] = {}  # of a description
+    for role, fmt in formats.items():
+        roles_of.setdefault(fmt.describe(), []).append(role)
+    name = "; ".join(f"{' and '.join(roles)}: {text}" for text, roles in roles_of.items())
     return SourceFormat(name, PER_PROJECTION, options=tuple(formats.items()))
 
 
@@ -214,16 +213,16 @@ def conversion_of(
     )
 
 
-def layer_conversion(of_gemms: Mapping[str, str]) -> str:
+def layer_conversion(conversions: Mapping[str, str]) -> str:
     """Return how a layer is converted by the conversions of its GEMMs: the common one, or both by name."""
-    if len(set(of_gemms.values())) == 1:
-        return next(iter(of_gemms.values()))
-    return "; ".join(f"{gemm} {one}" for gemm, one in of_gemms.items())
+    if len(set(conversions.values())) == 1:
+        return next(iter(conversions.values()))
+    return "; ".join(f"{gemm} {conversion}" for gemm, conversion in conversions.items())
 
 
 def gemm_conversion(layer: str, gemm: str) -> str:
     """Return how a GEMM is converted by the `layer_conversion` of its layer."""
-    of_gemms = dict(
-        part.split(" ", 1) for part in layer.split("; ") if part.startswith(("w13 ", "w2 "))
-    )
-    return of_gemms.get(gemm, layer)
+    for text in layer.split("; "):
+        if text.startswith(f"{gemm} "):
+            return text.removeprefix(f"{gemm} ")
+    return layer

@@ -5,9 +5,7 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
@@ -16,21 +14,20 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, skipped_names, when
-from hqconv.formats.quant_config import quant_method
+from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names, when
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 
 _BLOCK = (128, 128)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 KEYS = Keys(
-    "group_size weight_block_size ignored_layers modules_to_not_convert ignore",
-    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo",
+    "group_size weight_block_size ignored_layers modules_to_not_convert ignore "
+    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo"
 )
 
 
 @quant_method("w4afp8", keys=KEYS)
-def parse_w4afp8(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_w4afp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse w4afp8: int4 in groups of 128 for routed experts, fp8 in blocks for the rest.
 
     Source: W4AFP8Config of vllm, model_executor/layers/quantization/w4afp8.py, and W4AFp8Config of sglang,
@@ -58,7 +55,6 @@ class Int4Pairs(Encoding):
     name = "int4_pairs"
     part_names = _SCALE_NAMES
     b_dtype = "uint4"
-    columns_per_element = Fraction(2)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         fmt, n, k = matrix.fmt, matrix.n, matrix.k

@@ -17,8 +17,8 @@ from hqconv.gguf.header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import ConfigSizes, config_sizes
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
-from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
+from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
@@ -302,7 +302,7 @@ def _with_stacks(layer: MoeLayer, stacks: _Layer) -> MoeLayer:
         layer,
         format=SourceFormat(f"gguf {'+'.join(types)}", GGUF),
         dtype=slices["w2"]["weight"].dtype,
-        parts=slices,
+        slices=slices,
         sources=tuple(
             {role: _shares(stacks[role], expert, layer.shape(role)) for role in layer.roles}
             for expert in range(layer.num_experts)

@@ -31,9 +31,9 @@ from hqconv.io.checkpoint_files import SidecarFiles, has_tokenizer
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.family_choice import looks_like_expert
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import SourceFile, SourceReference
+from hqconv.models.tensor_names import looks_like_expert
 from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import unicode_name
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
 
 _SPLIT = re.compile(r"(?P<model>.+)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf")
 _FETCHED_BYTES = 4 << 20  # of a header on the Hub at a time: a tokenizer's words are most of it
@@ -140,7 +140,7 @@ class GgufSource(SafetensorsSource):
         """Decode projections of one expert to float32; only their bytes are read. Raises InputError as `read_into`."""
         import torch
 
-        from hqconv.formats.source_matrix import SourceMatrix
+        from hqconv.formats.encoding import SourceMatrix
 
         matrices = {}
         for role in roles:

@@ -30,8 +30,7 @@ from hqconv.io import checkpoint_files
 from hqconv.io.file_snapshot import state_of
 from hqconv.io.safetensors_header import header_length
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
-from hqconv.schemas.suggestions import close_file
-from hqconv.schemas.untrusted_files import found_at
+from hqconv.schemas.untrusted_files import close_file, found_at
 
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
 _TRIES = 4  # of a range whose transfer breaks off; the library repeats what the Hub refuses

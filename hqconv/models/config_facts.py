@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.models.families import INDEX, TOP_K_KEYS, Family
-from hqconv.models.family_choice import FamilyChoice
+from hqconv.models.tensor_names import FamilyChoice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers, may_change
+from hqconv.schemas.artifact_names import Config
 from hqconv.schemas.grid import MAX_SIZE
-from hqconv.schemas.model_config import Config
 
 Size = tuple[str, int]  # the config key of a value, "" if from shapes, and the value
 REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
@@ -49,6 +48,7 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
     return {name: index + offset if name in mtp else index for name, index in indices.items()}
 
 
+_DECODER_LAYER = re.compile(rf"((?:\w+\.)*?(?:layers|blocks))\.({INDEX})\.")
 # Number of multi-token-prediction layers, which follow the decoder's last one.
 DRAFT_LAYERS_KEYS = (
     "num_nextn_predict_layers",
@@ -73,56 +73,29 @@ def layer_notices(
     where MoE layers lie in several stacks, such as an encoder and a decoder.
     """
     num_layers = config_number(text, family.num_layers_keys, 0)
-    places = (re.match(r"((?:\w+\.)*?(?:layers|blocks))\.\d+\.", name) for name in moe_layers)
-    stacks = {place[1] for place in places if place and "mtp" not in place[1].split(".")}
+    layers = [_DECODER_LAYER.match(name) for name in moe_layers]
+    stacks = {layer[1] for layer in layers if layer and "mtp" not in layer[1].split(".")}
     if num_layers is None or len(stacks) != 1:
         return []
-    stack = f"{stacks.pop()}."
-    modules = _modules_of(stack, names)
-    key, count = num_layers
+    stack, (key, count) = stacks.pop(), num_layers
+    found = (_DECODER_LAYER.match(name) for name in names if name.startswith(f"{stack}."))
+    indices = {int(layer[2]) for layer in found if layer and layer[1] == stack}
     counted = f"config.json counts {count} layers ({key})"
-    if missing := [str(index) for index in range(count) if index not in modules]:
+    missing = [str(index) for index in range(count) if index not in indices]
+    if missing:
         return [
             f"{counted}, and the checkpoint has no tensor of layer {first_few(missing)}: a server does not load it "
             "whole. Check that the download is complete and that config.json belongs to it."
         ]
-    declared = (text.get(draft_key) for draft_key in DRAFT_LAYERS_KEYS)
-    num_drafts = max(
-        1, *(one if isinstance(one, int) else 0 for one in declared)
-    )  # not every config mentions a draft
-    if max(modules) >= count + num_drafts:
+    declared = [text.get(draft_key) for draft_key in DRAFT_LAYERS_KEYS]
+    num_drafts = [value for value in declared if isinstance(value, int)]
+    # Not every config mentions a draft.
+    if max(indices) >= count + max([1, *num_drafts]):
         return [
-            f"{counted}, and the checkpoint has {max(modules) + 1}: a server leaves out the others. Check that "
+            f"{counted}, and the checkpoint has {max(indices) + 1}: a server leaves out the rest. Check that "
             "config.json belongs to the checkpoint."
         ]
-    # Layers that have, beside norms, no more than a module that MoE layers have beside norms and experts: attention.
-    with_experts = _modules_of(stack, moe_layers)
-    mixers = [
-        modules[index] - experts for index, experts in with_experts.items() if index in modules
-    ]
-    attention = set().union(*(mixer for mixer in mixers if len(mixer) == 1))
-    others = sorted(modules.keys() - with_experts.keys())
-    if bare := [
-        str(index) for index in others if len(modules[index]) == 1 and modules[index] <= attention
-    ]:
-        return [
-            f"layer {first_few(bare)} has {', '.join(sorted(attention))} and no MLP, where other layers have experts: "
-            "a server does not load it whole. Check that the checkpoint is complete."
-        ]
     return []
-
-
-def _modules_of(stack: str, names: Iterable[str]) -> dict[int, set[str]]:
-    """Return the names of each decoder layer's modules, without norms. stack: what is before a layer's number."""
-    found: dict[int, set[str]] = {}
-    start = len(stack)
-    for index, *module in {
-        tuple(name[start:].split(".", 2)[:2]) for name in names if name.startswith(stack)
-    }:
-        if module and re.fullmatch(INDEX, index):
-            of_layer = found.setdefault(int(index), set())
-            of_layer.update(one for one in module if "norm" not in one)
-    return found
 
 
 def layer_config(family: Family, layer: int, text: Config) -> Config:
@@ -186,24 +159,24 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
     InputError for a value that is no number.
     """
     numbers = _numbers_of(choice, text)
-    own = set(numbers.keys.values()) if numbers is not None and numbers.plain == name else set()
+    if numbers is not None and numbers.plain != name:
+        numbers = None
+    own = set(numbers.keys.values()) if numbers is not None else set()
     keys = list(CHANGING_KEYS)
     if not choice.is_own_row:
-        keys += sorted(
-            key for key in text if key not in keys and may_change(key) and _is_number(text[key])
-        )
+        changing = [key for key in text if may_change(key) and _is_number(text[key])]
+        keys += sorted(set(changing).difference(keys))
     foreign = [key for key in keys if key not in own and _reached(text.get(key), layer)]
     if foreign:
         return Activation("+".join((name, *foreign)))
-    if numbers is None or numbers.plain != name:
+    if numbers is None:
         return Activation.of_label(name)
-    return numbers.with_numbers(
-        {
-            field: _number_at(numbers, field, text, layer)
-            for field, key in numbers.keys.items()
-            if key in text
-        }
-    )
+    found = {
+        number: _number_at(numbers, number, text, layer)
+        for number, key in numbers.keys.items()
+        if key in text
+    }
+    return numbers.with_numbers(found)
 
 
 def _numbers_of(choice: FamilyChoice, text: Config) -> Numbers | None:
@@ -221,10 +194,8 @@ def _reached(value: object, layer: int) -> object:
 
 def _is_number(value: object) -> bool:
     """Return True for a number or a flag, or a list with one for each layer."""
-    return all(
-        isinstance(one, int | float | None)
-        for one in (value if isinstance(value, list) else [value])
-    )
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(number, int | float | None) for number in values)
 
 
 def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float | None:
@@ -233,13 +204,14 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
     value = _reached(text[key], layer)
     if value is None or (value == 0 and field not in numbers.any_value):
         return None
-    least = -math.inf if field in numbers.any_value else 0
+    is_signed = field in numbers.any_value
+    least = -MAX_SIZE if is_signed else 0
     if (
         not isinstance(value, int | float)
+        or not least < value < MAX_SIZE
         or isinstance(value, bool)
-        or not least < value < math.inf
     ):
-        expected = "a finite number" if field in numbers.any_value else "a positive number"
+        expected = f"a {'' if is_signed else 'positive '}number below {MAX_SIZE}"
         raise contradiction(_UNUSABLE, key, expected, repr(text[key]))
     return float(value)
 

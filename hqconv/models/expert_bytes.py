@@ -7,7 +7,7 @@ parts stored as plain numbers form a stack [E, …] without a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hqconv.models.moe_layer import MoeLayer
@@ -20,58 +20,50 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, eq=False)
 class RawLayout:
     """Buffer positions for the bytes of some experts: each byte range of the source once.
 
-    ranges: each with its start in the buffer. starts: the same by (file, offset).
+    ranges: each with its start in the buffer. starts: the same by (file, offset). stacks: starts of the parts that
+    every expert has for itself, by role and part.
     """
 
-    layer: MoeLayer
-    experts: Sequence[int]
-    ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
-    starts: dict[tuple[int, int], int] = field(init=False, repr=False)
-    num_bytes: int = field(init=False)
-    stacks: dict[tuple[str, str], int] = field(init=False, repr=False)
+    def __init__(self, layer: MoeLayer, experts: Sequence[int]) -> None:
+        self.layer, self.experts = layer, experts
+        self.ranges: list[tuple[TensorRef, int]] = []
+        self.starts: dict[tuple[int, int], int] = {}
+        self.stacks: dict[tuple[str, str], int] = {}
+        self.num_bytes = 0
+        expert_refs = [layer.sources[expert] for expert in experts]
+        for role in layer.roles:
+            for part in expert_refs[0][role]:
+                self._add(role, part, [refs[role][part] for refs in expert_refs])
 
-    def __post_init__(self) -> None:
-        ranges: list[tuple[TensorRef, int]] = []
-        starts: dict[tuple[int, int], int] = {}
-        stacks: dict[tuple[str, str], int] = {}
-        at = 0
-        of_experts = [self.layer.sources[expert] for expert in self.experts]
-        for role in self.layer.roles:
-            for part in of_experts[0][role]:
-                at = -(-at // _ALIGNMENT) * _ALIGNMENT
-                first, num_new = at, 0
-                for of_expert in of_experts:
-                    ref = of_expert[role][part]
-                    if starts.setdefault((ref.file, ref.offset_bytes), at) == at:
-                        ranges.append((ref, at))
-                        at += ref.num_bytes
-                        num_new += 1
-                size = of_experts[0][role][part].num_bytes
-                if num_new == len(of_experts) and at == first + num_new * size:
-                    stacks[role, part] = first
-        for name, value in (
-            ("ranges", ranges),
-            ("starts", starts),
-            ("num_bytes", at),
-            ("stacks", stacks),
-        ):
-            object.__setattr__(self, name, value)
+    def _add(self, role: str, part: str, refs: list[TensorRef]) -> None:
+        """Append one part of every expert."""
+        start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        end = start
+        for ref in refs:
+            if (ref.file, ref.offset_bytes) not in self.starts:
+                self.starts[ref.file, ref.offset_bytes] = end
+                self.ranges.append((ref, end))
+                end += ref.num_bytes
+        if end == start + len(refs) * refs[0].num_bytes:
+            self.stacks[role, part] = start
+        self.num_bytes = end
 
     def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
-        """Split the ranges into parts of about `num_bytes`, in the order of the files, for parallel reads."""
-        parts: list[list[tuple[TensorRef, int]]] = []
+        """Split the ranges into pieces of about `num_bytes`, in the order of the files, for parallel reads."""
+        pieces: list[list[tuple[TensorRef, int]]] = []
         filled = num_bytes
-        for ref, start in sorted(self.ranges, key=lambda one: (one[0].file, one[0].offset_bytes)):
+        for ref, start in sorted(
+            self.ranges, key=lambda item: (item[0].file, item[0].offset_bytes)
+        ):
             if filled >= num_bytes:
-                parts.append([])
+                pieces.append([])
                 filled = 0
-            parts[-1].append((ref, start))
+            pieces[-1].append((ref, start))
             filled += ref.num_bytes
-        return parts
+        return pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +98,7 @@ class RawExperts:
         """View a projection's weights of all experts as [E, …], without a copy; None if they are not one run."""
         layer, experts = self.layout.layer, self.layout.experts
         start = self.layout.stacks.get((role, "weight"))
-        if start is None or not layer.parts[role]["weight"].is_run:
+        if start is None or not layer.slices[role]["weight"].is_run:
             return None
         num_experts, ref = len(experts), layer.sources[experts[0]][role]["weight"]
         return _typed(self.buffer[start : start + num_experts * ref.num_bytes], ref, (num_experts,))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hqconv.schemas.model_config import Config, text_config
+from hqconv.schemas.artifact_names import Config, text_config
 
 # Paths of decoder layers: alone, inside a multimodal wrapper (before and since transformers 5), saved
 # without a head, and in multi-token-prediction modules with their own numbers.
@@ -124,7 +124,7 @@ class Family:
     def spellings(self) -> tuple[Mapping[str, str], ...]:
         """Names of an expert's projections by role, the released ones first."""
         usual = (GATE_UP_DOWN, W1_W3_W2) if self.gated else (UP_DOWN,)
-        return (self.projections, *(one for one in usual if one != self.projections))
+        return (self.projections, *(names for names in usual if names != self.projections))
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -144,20 +144,19 @@ class Family:
             )
         )
 
-    def spelled(self, words: Mapping[str, str], stacks: Collection[str]) -> Family:
-        """Return the row with the names of one layer: words of its projections by role, and names of its stacks."""
-        names = {
-            role: {one[role] for one in self.spellings if role in one} for role in self.projections
-        }
-        own = {
-            role: words[role] if words.get(role) in names[role] else name
-            for role, name in self.projections.items()
-        }
-        sets = (self.stacks, self.more_stacks)
-        found = max(
-            sets, key=lambda one: sum(stack.name in stacks for stack in one)
-        )  # of equals, the released ones
-        return replace(self, projections=own, stacks=found)
+    def spelled(self, projection_names: Mapping[str, str], stacks: Collection[str]) -> Family:
+        """Return the row with the names of one layer: of its projections by role, and of its stacks."""
+        own = {}
+        for role, name in self.projections.items():
+            found = projection_names.get(role)
+            is_known = any(spelling.get(role) == found for spelling in self.spellings)
+            own[role] = found if found and is_known else name
+        # Of sets that fit equally well, the released one.
+        fitting = max(
+            (self.stacks, self.more_stacks),
+            key=lambda row_stacks: sum(stack.name in stacks for stack in row_stacks),
+        )
+        return replace(self, projections=own, stacks=fitting)
 
     def config_values(self, text: Config) -> Config:
         """Merge the values that this family nests deeper, and its code's defaults, into the text config."""
@@ -174,8 +173,8 @@ class Family:
 
     def expert_stack(self, name: str, layer: str) -> Stack | None:
         """Return the single-expert stack that matches a tensor of the layer's expert 0; None without a match."""
-        word = name.removeprefix(f"{layer}.0.").partition(".")[0]
-        return next((stack for stack in self.expert_stacks if stack.name == word), None)
+        module = name.removeprefix(f"{layer}.0.").partition(".")[0]
+        return next((stack for stack in self.expert_stacks if stack.name == module), None)
 
     def example(self) -> str:
         """Return a tensor name of this family, for messages."""

@@ -19,7 +19,7 @@ from hqconv.schemas.tensors import TensorRef
 if TYPE_CHECKING:
     import torch
 
-Parts = dict[str, TensorRef]
+TensorRefs = dict[str, TensorRef]  # of one projection, by part
 
 
 class Sources(Protocol):
@@ -27,9 +27,9 @@ class Sources(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, expert: int, /) -> dict[str, Parts]: ...
+    def __getitem__(self, expert: int, /) -> dict[str, TensorRefs]: ...
 
-    def __iter__(self) -> Iterator[dict[str, Parts]]: ...
+    def __iter__(self) -> Iterator[dict[str, TensorRefs]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
-class InputScales:
+class InputScaleTensors:
     """Static scales of activations, measured by calibration, one for each projection, expert or stack.
 
     a_dtype: Humming's name of the activations' dtype; "" if the config does not contain it.
@@ -179,8 +179,8 @@ class MoeLayer:
     """One MoE layer's experts. `sources[e]["w1"]["weight"]` is the byte range of the codes (or floats) of e's gate.
 
     A layer that is not gated has no w1. `hidden_size` is the experts' input size: a latent size in some nemotron_h.
-    `index` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the released names of
-    projections, for artifacts with a tensor per expert. `dtype` is that of the weights in the headers.
+    `index` counts a separate `mtp.layers.i` on from the last decoder layer. `projection_names` are the
+    released ones, for artifacts with a tensor per expert. `dtype` is that of the weights in the headers.
     `input_scales` are no parts: calibration may have missed experts.
     """
 
@@ -196,10 +196,10 @@ class MoeLayer:
     dtype: str
     pads_last_rank: bool
     format: SourceFormat
-    words: Mapping[str, str]
-    parts: Mapping[str, Mapping[str, TensorSlice]]
+    projection_names: Mapping[str, str]
+    slices: Mapping[str, Mapping[str, TensorSlice]]
     sources: Sources
-    input_scales: InputScales = field(default_factory=InputScales)
+    input_scales: InputScaleTensors = field(default_factory=InputScaleTensors)
 
     def __repr__(self) -> str:
         """Name the layer and its sizes; the places of its tensors are in `sources`."""
@@ -212,12 +212,12 @@ class MoeLayer:
 
     def module(self, expert: int, role: str) -> str:
         """Return the projection's name in a checkpoint with tensors per expert."""
-        return f"{self.name}.{expert}.{self.words[role]}"
+        return f"{self.name}.{expert}.{self.projection_names[role]}"
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The layer's projections, gate first."""
-        return tuple(role for role in ("w1", "w3", "w2") if role in self.words)
+        return tuple(role for role in ("w1", "w3", "w2") if role in self.projection_names)
 
     @property
     def knows_activation(self) -> bool:
@@ -227,16 +227,12 @@ class MoeLayer:
     @property
     def has_bias(self) -> bool:
         """True if the experts' projections have biases."""
-        return "bias" in self.parts["w2"]
+        return "bias" in self.slices["w2"]
 
     def refs(self, expert: int) -> list[TensorRef]:
         """Return the byte ranges of one expert, each once."""
-        found = {
-            (r.file, r.offset_bytes): r
-            for parts in self.sources[expert].values()
-            for r in parts.values()
-        }
-        return list(found.values())
+        refs = [ref for roles in self.sources[expert].values() for ref in roles.values()]
+        return list({(ref.file, ref.offset_bytes): ref for ref in refs}.values())
 
     @cached_property
     def num_bytes(self) -> int:
@@ -246,14 +242,18 @@ class MoeLayer:
     def parts_to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the slice of every part of every projection, for JSON."""
         return {
-            role: {part: source.to_dict() for part, source in of_role.items()}
-            for role, of_role in self.parts.items()
+            role: {part: tensor_slice.to_dict() for part, tensor_slice in slices.items()}
+            for role, slices in self.slices.items()
         }
 
     def tensor_names(self) -> list[str]:
         """List every source tensor of the layer, from the templates, expert by expert."""
-        parts = [part for of_role in self.parts.values() for part in of_role.values()]
-        names = (part.template.format(expert=e) for e in range(self.num_experts) for part in parts)
+        templates = [part.template for slices in self.slices.values() for part in slices.values()]
+        names = (
+            template.format(expert=expert)
+            for expert in range(self.num_experts)
+            for template in templates
+        )
         return list(dict.fromkeys(names))
 
 
@@ -269,49 +269,49 @@ class PerExpertIndex:
     def __len__(self) -> int:
         return len(next(iter(self.columns["w2"].values())))
 
-    def __getitem__(self, expert: int, /) -> dict[str, Parts]:
+    def __getitem__(self, expert: int, /) -> dict[str, TensorRefs]:
         return {
-            role: {part: refs[expert] for part, refs in of_role.items()}
-            for role, of_role in self.columns.items()
+            role: {part: refs[expert] for part, refs in columns.items()}
+            for role, columns in self.columns.items()
         }
 
-    def __iter__(self) -> Iterator[dict[str, Parts]]:
+    def __iter__(self) -> Iterator[dict[str, TensorRefs]]:
         return (self[expert] for expert in range(len(self)))
 
     def names(self) -> Iterator[str]:
         """Yield every tensor's name, expert by expert."""
-        columns = [refs for of_role in self.columns.values() for refs in of_role.values()]
-        return (ref.name for of_expert in zip(*columns, strict=True) for ref in of_expert)
+        columns = [refs for by_part in self.columns.values() for refs in by_part.values()]
+        return (ref.name for refs in zip(*columns, strict=True) for ref in refs)
 
 
 @dataclass(frozen=True)
 class StackedIndex:
     """`MoeLayer.sources` for experts in stacks, each computed on first access: header-only commands need few.
 
-    parts: role → part → the stack that holds it. tensors: by name. count: of experts.
+    slices: role → part → the stack that holds it. tensors: by name. count: of experts.
     """
 
-    parts: Mapping[str, Mapping[str, TensorSlice]]
+    slices: Mapping[str, Mapping[str, TensorSlice]]
     tensors: Mapping[str, TensorRef]
     count: int
-    _known: dict[int, dict[str, Parts]] = field(
+    _known: dict[int, dict[str, TensorRefs]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, expert: int, /) -> dict[str, Parts]:
+    def __getitem__(self, expert: int, /) -> dict[str, TensorRefs]:
         if expert not in self._known:
             place = range(self.count)[expert]
             self._known[expert] = {
                 role: {
-                    part: one.ref(self.tensors[one.template], place, self.count)
-                    for part, one in of_role.items()
+                    part: tensor_slice.ref(self.tensors[tensor_slice.template], place, self.count)
+                    for part, tensor_slice in slices.items()
                 }
-                for role, of_role in self.parts.items()
+                for role, slices in self.slices.items()
             }
         return self._known[expert]
 
-    def __iter__(self) -> Iterator[dict[str, Parts]]:
+    def __iter__(self) -> Iterator[dict[str, TensorRefs]]:
         return (self[expert] for expert in range(self.count))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
 
 
 @dataclass(frozen=True, slots=True)

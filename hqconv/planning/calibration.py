@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from hqconv.calibration.transformers_model import (
     BUILTIN_TEXT,
     LEAST_TOKENS,
     MAX_TEXT_BYTES,
-    check_counts,
     folder_of,
     import_transformers,
     quiet_loading,
@@ -27,8 +24,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
 from hqconv.schemas.untrusted_files import found_at
 
-DEVICES = ("cpu", "cuda")
-_MAX_FILES = 10_000
+_NEEDS = "A calibration runs the model"
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,7 @@ class Calibration:
     """A calibration, on which codes and scales depend: as a manifest records it.
 
     name, sha256: of the text. num_tokens: that are read of it; before `counted`, at most. device: its type. torch,
-    transformers: versions.
-    root, files: the text; none of a calibration that was read from a manifest.
+    transformers: versions. path: of the text; None of a calibration that was read from a manifest.
     """
 
     name: str
@@ -47,8 +42,7 @@ class Calibration:
     device: str
     torch: str
     transformers: str
-    root: Path = field(default=Path(), compare=False, repr=False)
-    files: tuple[Path, ...] = field(default=(), compare=False, repr=False)
+    path: Path | None = field(default=None, compare=False, repr=False)
 
     @property
     def longest(self) -> int:
@@ -57,78 +51,63 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, document: Any) -> Calibration:
-        """Read a manifest's entry. Raises RequestError for one that no conversion writes."""
-        kinds = {one.name: int if one.type == "int" else str for one in fields(cls) if one.compare}
-        if (
-            not isinstance(document, Mapping)
-            or {key: type(value) for key, value in document.items()} != kinds
-        ):
-            found = sorted(document) if isinstance(document, Mapping) else type(document).__name__
-            what, expected = "A recorded calibration has other keys or types.", ", ".join(kinds)
-            raise RequestError(what, where="calibration", expected=expected, found=found)
-        made = cls(**document)
-        is_possible = {
-            "name": made.name != "",
-            "sha256": re.fullmatch("[0-9a-f]{64}", made.sha256) is not None,
-            "num_tokens": made.num_tokens >= LEAST_TOKENS,
-            "context_length": made.context_length >= LEAST_TOKENS,
-            "device": made.device in DEVICES,
-            "torch": made.torch != "",
-            "transformers": made.transformers != "",
-        }
-        for key, is_good in is_possible.items():
-            if not is_good:
-                what = "A recorded calibration has an impossible value."
-                raise RequestError(what, where="calibration", found=f"{key}: {document[key]!r}")
-        return made
+        """Read a manifest's entry. Raises RequestError for other keys or types than a conversion writes."""
+        recorded = [item for item in fields(cls) if item.compare]
+        kinds = {item.name: int if item.type == "int" else str for item in recorded}
+        if isinstance(document, Mapping):
+            found = {key: type(value) for key, value in document.items()}
+            if found == kinds:
+                return cls(**document)
+        raise RequestError(
+            "A recorded calibration has other keys or types.",
+            where="calibration",
+            expected=", ".join(kinds),
+            found=str(document),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
 
     def begin_of_rest(self, num_in_text: int) -> int:
         """Return how many of a text's tokens stand before those that no calibration reads.
 
         They are the last eighth of the text that hqconv ships, and what follows the tokens that were read of any other.
         """
-        return (
-            _num_readable(self.files, num_in_text)
-            if self.files == (BUILTIN_TEXT,)
-            else self.num_tokens
-        )
+        return self._num_readable(num_in_text) if self.path == BUILTIN_TEXT else self.num_tokens
+
+    def _num_readable(self, num_in_text: int) -> int:
+        return num_in_text - num_in_text // 8 if self.path == BUILTIN_TEXT else num_in_text
 
     def counted(self, source: Source) -> Calibration:
         """Return the calibration with the number of tokens that are read, of at most as many as were asked for.
 
         Raises as `read_text`, and RequestError for a text of less than two tokens.
         """
-        transformers = import_transformers("A calibration runs the model")
+        assert self.path is not None
+        transformers, option = import_transformers(_NEEDS), "--calibrate"
         source.fetch(source.sidecar_files.names)  # the tokenizer's among them
         with quiet_loading(transformers), folder_of(source) as folder:
-            words = read_text(
-                transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place)
-            )
+            place = str(source.place)
+            text = read_text(transformers, folder, self.path, sys.maxsize, option, place)
         self.check_unchanged()
-        num_tokens = min(self.num_tokens, _num_readable(self.files, len(words.ids)))
+        num_tokens = min(self.num_tokens, self._num_readable(len(text.ids)))
         if num_tokens < LEAST_TOKENS:
-            expected, found = "two tokens at least", plural(num_tokens, "token")
             raise RequestError(
                 "The text is too short.",
-                where=f"--calibrate {self.files[0]}",
-                expected=expected,
-                found=found,
+                where=f"--calibrate {self.path}",
+                expected="two tokens at least",
+                found=plural(num_tokens, "token"),
             )
         return replace(self, num_tokens=num_tokens)
 
     def check_unchanged(self) -> None:
         """Raise RequestError where the text is not what it was when the conversion was planned."""
-        found = _digest(self.root, self.files)
-        if found != self.sha256:
+        assert self.path is not None
+        if _digest(self.path) != self.sha256:
             raise RequestError(
                 "The text changed while it was read.",
-                where=f"--calibrate {self.root}",
-                expected=f"sha256 {self.sha256}",
-                found=f"sha256 {found}",
+                where=f"--calibrate {self.path}",
                 remedy="Start again when nothing writes to it.",
             )
 
@@ -137,7 +116,7 @@ class Calibration:
 class CalibrationText:
     """Options of a calibration: a text, the number of its tokens that are read at most, and of those in a sequence.
 
-    path: a file, or a folder of files; BUILTIN_TEXT for the text that hqconv ships.
+    path: of a file; BUILTIN_TEXT for the text that hqconv ships.
     """
 
     path: Path
@@ -147,94 +126,61 @@ class CalibrationText:
     @classmethod
     def parse(cls, arguments: ConversionArguments) -> CalibrationText | None:
         """Parse arguments of the API; None without `calibrate`. Raises RequestError."""
-        tokens, context = arguments["calibrate_tokens"], arguments["calibrate_context"]
-        check_counts({"--calibrate-tokens": tokens, "--calibrate-context": context})
-        text = arguments["calibrate"]
+        text = arguments.calibrate
         if text is None:
             return None
-        if arguments["quantizer"] == MSE:
+        if arguments.quantizer == MSE:
             raise RequestError(
                 "--calibrate and --quantizer mse exclude each other.",
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
             )
-        path = (
-            BUILTIN_TEXT if text == BUILTIN else Path(text)
-        )  # a Path, or ./builtin, is a user's own file
-        found = cls(path, tokens, context)
-        found.files()
-        return found
-
-    def files(self) -> list[Path]:
-        """Return the files of the text, in their order. Raises RequestError if there is none, or too much."""
-        where, size_bytes, files = f"--calibrate {self.path}", 0, list[Path]()
+        # A Path, or ./builtin, is a user's own file.
+        path = BUILTIN_TEXT if text == BUILTIN else Path(text)
         try:
-            found = found_at(self.path)
-            for path in (
-                self.path.rglob("*") if self.path.is_dir() else [self.path] if found is None else ()
-            ):
-                if path.is_file():
-                    files.append(path)
-                    size_bytes += path.stat().st_size
-                if size_bytes > MAX_TEXT_BYTES or len(files) > _MAX_FILES:
-                    raise RequestError(
-                        "The text is too large: all of it is cut into tokens, to hold some out.",
-                        where=where,
-                        expected=f"at most {MAX_TEXT_BYTES >> 20} MiB in {_MAX_FILES} files",
-                        found=f"{size_bytes / 2**20:.1f} MiB in {plural(len(files), 'file')}, or more",
-                        remedy="Give a part of it: --calibrate-tokens tells how much is read.",
-                    )
+            found, is_large = (
+                found_at(path),
+                path.is_file() and path.stat().st_size > MAX_TEXT_BYTES,
+            )
         except OSError as error:
-            raise RequestError("The text cannot be read.", where=where, found=error) from error
-        if not files:
+            raise _unreadable(path, error) from error
+        if found is not None:
             raise RequestError(
                 "There is no text to calibrate with.",
-                where=where,
-                expected=f"a file, a folder with files, or {BUILTIN}",
-                found=found if found != "a folder" else "a folder without files",
-                remedy="Write the text to a file: it is read several times.",
+                where=f"--calibrate {path}",
+                expected=f"a file, or {BUILTIN}",
+                found=found,
+                remedy="Write the text to one file: it is read several times.",
             )
-        return sorted(files)
+        if is_large:
+            raise RequestError(
+                "The text is too large: all of it is cut into tokens, to hold some out.",
+                where=f"--calibrate {path}",
+                expected=f"at most {MAX_TEXT_BYTES >> 20} MiB",
+                remedy="Give a part of it: --calibrate-tokens tells how much is read.",
+            )
+        return cls(path, arguments.calibrate_tokens, arguments.calibrate_context)
 
     def calibration(self, device: str) -> Calibration:
-        """Return the calibration on a device, cpu or cuda:N. Raises RequestError for an unreadable text.
-
-        The digest of a folder is that of the digests, sizes and names of its files.
-        """
-        files = tuple(self.files())
-        sha256 = _digest(self.path, files)
-        kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
-        name = BUILTIN if self.path == BUILTIN_TEXT else self.path.name or self.path.resolve().name
+        """Return the calibration on a device, cpu or cuda:N. Raises RequestError for an unreadable text."""
+        import_transformers(_NEEDS)
         return Calibration(
-            name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files
+            BUILTIN if self.path == BUILTIN_TEXT else self.path.name,
+            _digest(self.path),
+            self.num_tokens,
+            self.context_length,
+            device.partition(":")[0],
+            version("torch"),
+            version("transformers"),
+            self.path,
         )
 
 
-def _num_readable(files: tuple[Path, ...], num_in_text: int) -> int:
-    return num_in_text - num_in_text // 8 if files == (BUILTIN_TEXT,) else num_in_text
-
-
-def _digest(root: Path, files: Sequence[Path]) -> str:
-    digests = {path: _sha256(path) for path in files}
-    if root in digests:
-        return next(iter(digests.values()))
-    lines = (f"{digest} {path.relative_to(root).as_posix()}\n" for path, digest in digests.items())
-    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
-
-
-def _sha256(path: Path) -> str:
+def _digest(path: Path) -> str:
     try:
         return sha256_of(path)
     except OSError as error:
-        raise RequestError(
-            "The text cannot be read.", where=f"--calibrate {path}", found=error
-        ) from error
+        raise _unreadable(path, error) from error
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
-        remedy = f"pip install {package}"
-        raise RequestError(
-            "A calibration needs a package.", expected=package, found="none", remedy=remedy
-        ) from error
+def _unreadable(path: Path, error: OSError) -> RequestError:
+    return RequestError("The text cannot be read.", where=f"--calibrate {path}", found=error)

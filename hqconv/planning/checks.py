@@ -18,10 +18,9 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
@@ -293,14 +292,14 @@ def _matrix_scales(
     for layer in layers if source.listing is None else ():
         parts = [
             (role, part)
-            for role in layer.parts
+            for role in layer.slices
             for part in ("scale", "scale_2")
-            if part in layer.parts[role]
+            if part in layer.slices[role]
         ]
         for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
             divides, is_stacked = (
                 layer.format.of(role).divides(part),
-                layer.parts[role][part].is_stacked,
+                layer.slices[role][part].is_stacked,
             )
             for expert, of_role in enumerate(layer.sources):
                 ref = of_role[role][part]

@@ -23,7 +23,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.grid import stored_size
-from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
+from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, ConversionArguments
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, pair
 
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
@@ -58,9 +58,9 @@ class EncodingOptions:
         )
 
     @classmethod
-    def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
+    def parse(cls, arguments: ConversionArguments) -> EncodingOptions:
         """Return the options of the API's arguments; a calibration comes when the device is known."""
-        return cls(arguments["round_scales"], arguments["quantizer"])
+        return cls(arguments.round_scales, arguments.quantizer)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> EncodingOptions:
@@ -103,6 +103,17 @@ class EncodingOptions:
         if self.calibration is not None:
             document["calibration"] = self.calibration.to_dict()
         return document
+
+    def request(self) -> dict[str, Any]:
+        """Return all options by their names on the command line."""
+        calibration = self.calibration
+        return {
+            "quantizer": self.quantizer,
+            "round_scales": self.round_scales,
+            "calibrate": None if calibration is None else calibration.name,
+            "calibrate_tokens": None if calibration is None else calibration.num_tokens,
+            "calibrate_context": None if calibration is None else calibration.context_length,
+        }
 
     def name_parts(self) -> tuple[str, ...]:
         """Return the parts of a default output folder's name."""

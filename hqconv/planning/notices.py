@@ -7,20 +7,20 @@ from typing import Any
 
 from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
+from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.io.checkpoint_files import FrontMatter, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
-from hqconv.models.halves import halves_notices
 from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.artifact_names import text_config
+from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
 from hqconv.schemas.options import RTN
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
@@ -36,7 +36,7 @@ def request_warnings(
 
     config: the source's config.json.
     """
-    warnings = [*experts.config_warnings, *_search_warnings(experts, spec)]
+    warnings = _search_warnings(experts, spec)
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
@@ -148,10 +148,12 @@ def _missing_scales(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
-    names = [layer.name for layer in experts.layers] + list(experts.left)
-    family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
-    notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    notices += halves_notices(checkpoint.read_into, experts.layers)
+    notices = _halves_notices(experts)
+    family = BY_NAME.get(experts.family)
+    if family is not None:
+        layers = [*(layer.name for layer in experts.layers), *experts.left]
+        text = text_config(checkpoint.config)
+        notices += layer_notices(family, layers, checkpoint.tensors, text)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)
@@ -165,6 +167,24 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     if not has_tokenizer((*beside.names, *beside.generated)):
         notices.append(no_tokenizer("source"))
     return notices
+
+
+def _halves_notices(experts: ExpertMap) -> list[str]:
+    """Warn of gate and up apart in a family whose stacks alternate their rows: a writer may have cut a stack in halves.
+
+    llm-compressor did so until its pull request 3100; names and shapes are those of a right cut.
+    """
+    family, layer = BY_NAME.get(experts.family), experts.layers[0]
+    if family is None or layer.format.of("w2").encoding in KNOWN_BY_SOURCE:
+        return []
+    alternates = any(stack.interleaved for stack in family.stacks)
+    is_stacked = any(part.is_stacked or part.view.count > 1 for part in layer.slices["w3"].values())
+    if is_stacked or not alternates:
+        return []
+    return [
+        f"gate and up of {layer.name} are tensors of their own, and in the family's stacks their rows alternate. Some "
+        "writers cut such stacks in halves: compare with hqconv check --against ORIGINAL."
+    ]
 
 
 def no_tokenizer(what: str) -> str:

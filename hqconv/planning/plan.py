@@ -37,8 +37,8 @@ from hqconv.planning.output_units import (
 from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.engine import NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.options import assign
 from hqconv.schemas.tensors import TensorRef
 

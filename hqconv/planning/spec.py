@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from hqconv.errors import RequestError
 from hqconv.models.expert_map import ExpertMap
@@ -15,17 +15,16 @@ from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.artifact_names import GEMMS, text_config
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import (
     GPTQ,
     ConversionArguments,
+    ConversionKeywords,
     LayerChoice,
     Override,
-    conversion_options,
     group_by_schema,
 )
 from hqconv.schemas.weight_schema import (
@@ -59,39 +58,27 @@ class ConversionOptions:
     allow_unserved: bool = False
 
     @classmethod
-    def parse(cls, **arguments: Unpack[ConversionArguments]) -> ConversionOptions:
-        """Parse arguments of the API; missing ones have the defaults of `conversion_options`.
+    def parse(cls, **arguments: Unpack[ConversionKeywords]) -> ConversionOptions:
+        """Parse arguments of the API; missing ones have their defaults.
 
         Raises TypeError for unknown names, and RequestError for values that no conversion can have.
         """
-        known = conversion_options()
-        if unknown := arguments.keys() - known.keys():
-            raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
-        values: dict[str, Any] = {
-            name: option.default for name, option in known.items()
-        } | arguments
-        for name, value in values.items():
-            known[name].check(value)
-        given = cast(ConversionArguments, values)
-        inputs = given["input_schema"]
+        given = ConversionArguments(**arguments)
+        inputs = given.input_schema
         return cls(
-            schema=_weight_schema(given["schema"]),
-            dtype=given["dtype"],
+            schema=_weight_schema(given.schema),
+            dtype=given.dtype,
             grid=Grid(
-                given["tp"],
-                given["ep"],
-                given["expert_placement"],
-                given["redundant_experts"],
-                given["tp_split"],
+                given.tp, given.ep, given.expert_placement, given.redundant_experts, given.tp_split
             ),
-            target=given["target"],
-            cuda=given["cuda"],
-            layout=given["layout"],
+            target=given.target,
+            cuda=given.cuda,
+            layout=given.layout,
             inputs=inputs if isinstance(inputs, InputSchema) else resolve_inputs(str(inputs)),
             encoding=EncodingOptions.parse(given),
             calibrate=CalibrationText.parse(given),
-            overrides=tuple(given["overrides"]),
-            allow_unserved=given["allow_unserved"],
+            overrides=tuple(given.overrides),
+            allow_unserved=given.allow_unserved,
         )
 
     def calibrated(self, device: str) -> ConversionOptions:
@@ -172,8 +159,6 @@ class ConversionSpec:
 
         left: layers that are copied unchanged.
         """
-        encoding = self.encoding.to_dict()
-        calibration = encoding.get("calibration", {})
         layers = {
             name: {"schema": layer.schema.name, "input_schema": layer.inputs.name}
             for name, layer in self.of_layers.items()
@@ -190,11 +175,7 @@ class ConversionSpec:
             "ep": self.grid.ep,
             "expert_placement": self.grid.placement,
             "redundant_experts": self.grid.redundant,
-            "quantizer": self.encoding.quantizer,
-            "round_scales": self.encoding.round_scales,
-            "calibrate": calibration.get("name"),
-            "calibrate_tokens": calibration.get("num_tokens"),
-            "calibrate_context": calibration.get("context_length"),
+            **self.encoding.request(),
             "overrides": layers | dict.fromkeys(left, "none"),
         }
 

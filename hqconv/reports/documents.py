@@ -45,11 +45,10 @@ from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget, gpu_named, parse_target
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
-from hqconv.schemas.model_config import AttentionHeads, attention_heads
 from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
@@ -150,11 +149,7 @@ def describe_source(checkpoint: Source) -> Document:
         "attention": {key: count for key, count in vars(heads).items() if count is not None},
         "tp_sizes": _tp_sizes(experts, heads, EVEN),
         "tp_sizes_of_groups": _tp_sizes(experts, heads, GROUPS),
-        "warnings": [
-            *experts.config_warnings,
-            *source_notices(checkpoint, experts),
-            *scale_notices,
-        ],
+        "warnings": [*source_notices(checkpoint, experts), *scale_notices],
     }
 
 
@@ -397,7 +392,7 @@ def describe_unfinished(root: Path) -> Document:
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": len({entry.unit for entry in entries if entry is not None}),
+        "num_units_done": len({entry.unit for entry in entries if entry is not None}),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }

@@ -199,5 +199,5 @@ _ELSEWHERE = re.compile(
 
 def may_change(key: str) -> bool:
     """Return True if a config key of an unknown model may give its experts' activation a number: mlp_gate_softcap."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
-    return _CHANGE.search(words) is not None and _ELSEWHERE.search(words) is None
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
+    return _CHANGE.search(snake) is not None and _ELSEWHERE.search(snake) is None

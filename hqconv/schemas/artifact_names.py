@@ -1,4 +1,4 @@
-"""Names in an artifact on disk: folders, files, config.json's entry, the manifest's keys."""
+"""Names in an artifact on disk: folders, files, the manifest's keys; config.json's language model and our entry."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema, LayerSpec
-from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of an artifact with layers, or GEMMs of a layer, that differ, or layers that are copied unchanged
@@ -32,9 +30,10 @@ COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION)
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
 _OF_SOURCE = "source_transformers_weights"
-_LANGUAGE_MODELS = tuple(
-    key for key in TEXT_CONFIG_KEYS if key != "ffn_config"
-)  # configs of whole models
+# Multimodal configs keep the language model's values under one of these, maybe under two.
+_LANGUAGE_MODELS = ("thinker_config", "text_config", "language_config", "llm_config")
+TEXT_CONFIG_KEYS = (*_LANGUAGE_MODELS, "ffn_config")  # the latter of dbrx's experts
+Config = Mapping[str, object]  # a parsed config.json
 Layout = Literal["kernel", "checkpoint"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 KERNEL, CHECKPOINT = LAYOUTS
@@ -47,6 +46,17 @@ SOURCE_SCALES = (
     "input_global_scale",
 )  # ends of names of a source's static scales
 _MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems
+
+
+def text_config(config: Config) -> Config:
+    """Return the language model's values: a nested text config, where there is one, over the outer config."""
+    while True:
+        key = next((key for key in TEXT_CONFIG_KEYS if isinstance(config.get(key), Mapping)), None)
+        if key is None:
+            return config
+        nested = config[key]
+        assert isinstance(nested, Mapping)
+        config = {**{k: v for k, v in config.items() if k != key}, **nested}
 
 
 def rank_name(tp_rank: int, ep_rank: int) -> str:
@@ -101,30 +111,20 @@ def shard_name(index: int, total: int) -> str:
 
 
 def kernel_spec_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
-    """Return weights, activations and GPU as in config.json and a manifest's layers, without the dtype."""
-    return {**schemas_to_dict(kernel_spec), **target_to_dict(kernel_spec.target)}
+    """Return weights, activations and GPU as in config.json and a manifest's layers, without the dtype.
 
-
-def schemas_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
-    """Return weights and activations; `activation_schema` is present where activations are quantized."""
-    activations = (
-        {}
-        if kernel_spec.inputs == A16
-        else {"activation_schema": kernel_spec.inputs.humming_fields()}
-    )
-    return {
+    `activation_schema` is present where activations are quantized, `cuda` where the layout depends on it.
+    """
+    document = {
         "weight_schema": kernel_spec.schema.to_dict(),
         "input_schema": kernel_spec.inputs.name,
-        **activations,
+        "target": kernel_spec.target.name,
     }
-
-
-def target_to_dict(target: GpuTarget) -> dict[str, str]:
-    """Return the GPU; `cuda` is present where the layout depends on it."""
-    return {
-        "target": target.name,
-        **({} if target.cuda_name is None else {"cuda": target.cuda_name}),
-    }
+    if kernel_spec.inputs != A16:
+        document["activation_schema"] = kernel_spec.inputs.humming_fields()
+    if kernel_spec.target.cuda_name is not None:
+        document["cuda"] = kernel_spec.target.cuda_name
+    return document
 
 
 def hqconv_quantization_config(
@@ -135,7 +135,7 @@ def hqconv_quantization_config(
     `source`: the source's own, still valid for the copied tensors (attention, shared experts …). is_mixed:
     `kernel_spec` does not hold for every layer, or is of GEMMs that differ.
     """
-    dense = {} if source is None else {"source_quantization_config": _of_other_layers(source)}
+    dense = {} if source is None else {"source_quantization_config": _dense_config(source)}
     return {
         "quant_method": "hqconv",
         "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
@@ -145,7 +145,7 @@ def hqconv_quantization_config(
     }
 
 
-def _of_other_layers(source: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_config(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return a source's quantization config for the layers beside the experts; Humming's as engines read it.
 
     GSQ's converter writes a key for every expert's matrix, which the engine would try on each layer, formats under "-",
@@ -154,37 +154,42 @@ def _of_other_layers(source: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(source)
     if config.get("quant_method") != "humming":
         return config
-    if isinstance(dynamic := config.get("dynamic"), Mapping):
-        others = [(key, value) for key, value in dynamic.items() if r"\.experts\." not in key]
+    dynamic, groups = config.get("dynamic"), config.get("config_groups")
+    if isinstance(dynamic, Mapping):
         config["dynamic"] = {
-            "+" + key[1:] if key[:1] == "-" and _has_format(value) else key: value
-            for key, value in others
+            "+" + key[1:] if key.startswith("-") and _has_format(fmt) else key: fmt
+            for key, fmt in dynamic.items()
+            if r"\.experts\." not in key
         }
-    groups = config.get("config_groups")
-    if isinstance(groups, Mapping) and not _has_format(config):
-        formats = (group.get("weights") for group in groups.values() if isinstance(group, Mapping))
-        weights: Mapping[str, Any] = next(
-            (one for one in formats if isinstance(one, Mapping) and _has_format(one)), {}
-        )
-        for long, short in _FLAT.items():
-            found = [weights[key] for key in (long, short) if key in weights]
-            config |= {long: found[0]} if found else {}
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or not _has_format(weights) or _has_format(config):
+            continue
+        for field, keys in _FLAT.items():
+            values = [weights[key] for key in keys if key in weights]
+            if values:
+                config[field] = values[0]
     if isinstance(ignore := config.get("ignore"), list):
         config["ignore"] = [
-            f"re:{name}" if ".*" in str(name) and str(name)[:3] != "re:" else name
+            f"re:{name}" if ".*" in str(name) and not str(name).startswith("re:") else name
             for name in ignore
         ]
     return config
 
 
 # Keys of Humming by long names, and by those of GSQ: the engine reads the short ones as a format of activations too.
-_FLAT = {"b_dtype": "dtype", "weight_scale_group_size": "group_size"}
-_FLAT |= {key: key for key in ("has_zero_point", "is_fp_zero_point")}
+_FLAT = {
+    "b_dtype": ("b_dtype", "dtype"),
+    "weight_scale_group_size": ("weight_scale_group_size", "group_size"),
+    "has_zero_point": ("has_zero_point",),
+    "is_fp_zero_point": ("is_fp_zero_point",),
+}
 
 
-def _has_format(words: object) -> bool:
+def _has_format(fields: Any) -> bool:
     """Return True for an object with a code type under any of Humming's names."""
-    return isinstance(words, Mapping) and not {"b_dtype", "weight_dtype", "dtype"}.isdisjoint(words)
+    names = {"b_dtype", "weight_dtype", "dtype"}
+    return isinstance(fields, Mapping) and not names.isdisjoint(fields)
 
 
 def refuse_transformers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,51 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hqconv.schemas.artifact_names import KERNEL
+from hqconv.schemas.artifact_names import GEMMS, KERNEL, Config, text_config
 from hqconv.schemas.grid import LINEAR, Grid
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.weight_schema import LayerSchema, SchemaPair, WeightSchema
 
 _CANNOT_SHARE = "tensor parallel ranks cannot share the model's"
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Numbers of heads of a model's attention; None where the config has no such number.
+
+    num_kv_heads: None for latent attention (MLA), too, whose keys and values every rank has whole.
+    """
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+
+
+NO_HEADS = AttentionHeads()
+# Spellings of config.json; vLLM reads the same.
+_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
+_KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
+_MLA = ("kv_lora_rank", "compress_ratios")
+
+
+def attention_heads(config: Config) -> AttentionHeads:
+    """Return the heads of the language model in a config; values that are no positive number count as missing."""
+    text = text_config(config)
+    attention = text.get("attn_config")  # dbrx
+    kv_heads = _first_count(text, _KV_HEADS)
+    if kv_heads is None and isinstance(attention, Mapping):
+        kv_heads = _first_count(attention, ("kv_n_heads",))
+    is_latent = any(text.get(key) is not None for key in _MLA)
+    return AttentionHeads(_first_count(text, _HEADS), None if is_latent else kv_heads)
+
+
+def _first_count(config: Config, keys: tuple[str, ...]) -> int | None:
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 @dataclass(frozen=True)
@@ -27,8 +66,8 @@ class Engine:
     release: name and version. library_name: of model cards on the Hub. install_command: installs hqconv from a clone of
     its repository, with the extra that installs the engine. placement_option, dtype_option: `{}` stands for the value.
     placement_remark, layer_remedy: parts of refusals. without_kernel_layer: families whose class has no layer that runs
-    the kernels as the model needs them. without_checkpoint_loader: (family, pattern of layer names, scale dtype,
-    reason); an empty pattern or scale dtype stands for all.
+    the kernels as the model needs them, and why. without_checkpoint_loader: families whose loader does not read the
+    checkpoint layout, and why.
     """
 
     name: str
@@ -45,7 +84,7 @@ class Engine:
     layer_remedy: str
     quant_method: str
     without_kernel_layer: Mapping[str, str]
-    without_checkpoint_loader: tuple[tuple[str, str, str, str], ...]
+    without_checkpoint_loader: Mapping[str, str]
 
     def serve_options(self, grid: Grid) -> str | None:
         """Return command line options for a grid of ranks, or None if there is no such parallelism.
@@ -125,22 +164,24 @@ class Engine:
             reasons.append(
                 "it deals redundant experts linearly only: use --expert-placement linear"
             )
-        for count in dict.fromkeys(num_experts) if grid.redundant else ():
-            if (count + grid.redundant) % grid.ep:
-                total = f"{count} experts and {grid.redundant} copies"
-                reasons.append(
-                    f"{total} are no multiple of {grid.ep} ranks: use another --redundant-experts"
-                )
+        counts = dict.fromkeys(num_experts) if grid.redundant else ()
+        reasons += [
+            f"{count} experts and {grid.redundant} copies are no multiple of {grid.ep} ranks: use another "
+            "--redundant-experts"
+            for count in counts
+            if (count + grid.redundant) % grid.ep
+        ]
         if grid.tp > 1 and grid.ep > 1:
             reasons.append(
                 "with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1"
             )
-        if (reason := self.heads_obstacle(grid, heads)) is not None:
+        heads_reason = self.heads_obstacle(grid, heads)
+        if heads_reason is not None:
             reasons.append(
-                f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them"
+                f"{heads_reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them"
             )
-        if (reason := self.without_kernel_layer.get(family)) is not None:
-            reasons.append(reason)
+        if family in self.without_kernel_layer:
+            reasons.append(self.without_kernel_layer[family])
         return reasons
 
     def checkpoint_layout_obstacle(self, schema: LayerSchema, param_dtype: str) -> str | None:
@@ -169,14 +210,11 @@ class Engine:
         self, family: str, layer: str, schema: WeightSchema
     ) -> str | None:
         """Return the reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
-        for name, pattern, scale_dtype, reason in self.without_checkpoint_loader:
-            if (
-                family == name
-                and re.search(pattern, layer)
-                and scale_dtype in ("", schema.bs_dtype)
-            ):
-                return reason
-        return None
+        if family == "deepseek_v4" and schema.bs_dtype == "float8e8m0":
+            return "its DeepSeek-V4 loader converts e8m0 scales as if they were integers: they come out wrong"
+        if family == "deepseek" and re.search(r"\.blocks\.\d+\.", layer):
+            return "it knows the layers as `model.layers`, not by the `model.blocks` of transformers 5 (KeyError)"
+        return self.without_checkpoint_loader.get(family)
 
     def layer_pattern(self, layer: str) -> str | None:
         """Return an ignore list's pattern for the engine's name of an MoE layer, or None if that name is unknown.
@@ -190,7 +228,7 @@ class Engine:
         return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
 
     def checkpoint_config(
-        self, schema: LayerSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
+        self, schema: LayerSchema, layer_names: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
         """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized.
 
@@ -200,20 +238,17 @@ class Engine:
         matches its names with `re.match`, where the experts of a layer are one module; Humming's own layers and
         compressed-tensors' converter ask for the module of each expert's projection.
         """
-        of_gemms = {"w13": schema.of("w13"), "w2": schema.of("w2")}
-        stated = {
-            gemm: {
-                key: value
-                for key, value in one.humming_fields().items()
-                if value not in (None, 0, False, "none")
+        documents = {}
+        for gemm in GEMMS:
+            stated = schema.of(gemm).humming_fields().items()
+            documents[gemm] = {
+                key: value for key, value in stated if value not in (None, 0, False, "none")
             }
-            for gemm, one in of_gemms.items()
-        }
-        kept = stated if isinstance(schema, SchemaPair) else stated["w13"]
-        experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names_of})
+        document = documents if isinstance(schema, SchemaPair) else documents["w13"]
+        experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names})
         plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
         ignored = rf"re:(?!.*\.({'|'.join(experts)})(?:\.\d+\.\w+)?$)"
-        return {"quant_method": self.quant_method, **kept, "ignore": [ignored, *plain]}
+        return {"quant_method": self.quant_method, **document, "ignore": [ignored, *plain]}
 
 
 def _selects_kernel(schema: WeightSchema) -> bool:
@@ -252,55 +287,19 @@ ENGINE = Engine(
         "llama4": "'llama4' weighs the experts' inputs, which its Humming layers do not",
         "moondream3": "'moondream3' calls a kernel of plain weights itself, without a layer that Humming could serve",
     },
-    without_checkpoint_loader=(
-        ("gpt_oss", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
-        (
-            "openai_privacy_filter",
-            "",
-            "",
+    without_checkpoint_loader={
+        **dict.fromkeys(
+            ("gpt_oss", "openai_privacy_filter"),
             f"its GPT-OSS loader does not read Humming's weights: {_SILENT}",
         ),
-        (
-            "llama4",
-            "",
-            "",
-            "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs",
-        ),
-        (
-            "granitemoe",
-            "",
-            "",
-            "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)",
-        ),
-        (
-            "granitemoe_swa",
-            "",
-            "",
-            f"it knows the projections by other names than w1, w2, w3: {_SILENT}",
-        ),
-        ("dbrx", "", "", "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)"),
-        ("step3", "", "", "its experts are `moe.experts`, here `moe`"),
-        ("moondream3", "", "", "its Moondream3 reads stacks of plain weights only"),
-        (
-            "aria",
-            "",
-            "",
-            f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}",
-        ),
-        ("inkling", "", "", "its loader reads stacks of all experts only (AttributeError)"),
-        ("inkling2", "", "", "its loader reads stacks of all experts only (AttributeError)"),
-        (
-            "deepseek_v4",
-            "",
-            "float8e8m0",
-            "its DeepSeek-V4 loader converts e8m0 scales as if they were integers: they come out wrong, without an "
-            "error",
-        ),
-        (
-            "deepseek",
-            r"\.blocks\.\d+\.",
-            "",
-            "it knows the layers as `model.layers`, not by the `model.blocks` of transformers 5 (KeyError)",
-        ),
-    ),
+        "llama4": "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs",
+        "granitemoe": "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)",
+        "granitemoe_swa": f"it knows the projections by other names than w1, w2, w3: {_SILENT}",
+        "dbrx": "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)",
+        "step3": "its experts are `moe.experts`, here `moe`",
+        "moondream3": "its Moondream3 reads stacks of plain weights only",
+        "aria": f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}",
+        "inkling": "its loader reads stacks of all experts only (AttributeError)",
+        "inkling2": "its loader reads stacks of all experts only (AttributeError)",
+    },
 )

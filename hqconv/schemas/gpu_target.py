@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hqconv.errors import RequestError
-from hqconv.schemas.suggestions import close_to
+from hqconv.errors import RequestError, close_to
 
 # SM versions whose kernel layouts are known. Humming knows others (87, 107, 110), which are not tested here.
 TARGETS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
@@ -75,26 +74,26 @@ _ARCHITECTURE = re.compile(r"(?:(?:sm|compute)[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d
 
 def gpu_named(text: str) -> str | None:
     """Return the name in `GPUS` of `H100`, `NVIDIA H200`, `RTX 4090` or the driver's own name; None for others."""
-    plain = _plain(text)
-    names = {_plain(name): name for name in GPUS} | {
-        _plain(also): name for also, name in _ALSO.items()
-    }
-    return names.get(plain) or {_plain(gpu.driver_name): name for name, gpu in GPUS.items()}.get(
-        plain
-    )
+    names = {_plain(name): name for name in GPUS}
+    names |= {_plain(also): name for also, name in _ALSO.items()}
+    drivers = {_plain(gpu.driver_name): name for name, gpu in GPUS.items()}
+    return {**drivers, **names}.get(_plain(text))
 
 
 def _plain(name: str) -> str:
     """Return a GPU's name without its maker, form factor, spaces and hyphens."""
-    words = re.split(r"[\s_-]+", name.strip().lower())
     dropped = ("nvidia", "geforce", "tesla", "sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hbm3")
-    return "".join(word for word in words if word not in dropped)
+    components = re.split(r"[\s_-]+", name.strip().lower())
+    return "".join(component for component in components if component not in dropped)
 
 
 def known_gpus() -> str:
     """Return the names of all GPUs by architecture, for messages: `t4 (sm75); a100, a30 (sm80); …`."""
-    of_each = ((sm, [name for name, gpu in GPUS.items() if gpu.sm_version == sm]) for sm in TARGETS)
-    return "; ".join(f"{', '.join(names)} (sm{sm})" for sm, names in of_each)
+    texts = []
+    for sm_version in TARGETS:
+        names = [name for name, gpu in GPUS.items() if gpu.sm_version == sm_version]
+        texts.append(f"{', '.join(names)} (sm{sm_version})")
+    return "; ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,12 @@ def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
 
     Raises RequestError for anything else.
     """
-    text = str(text)
     name, match = gpu_named(text), _ARCHITECTURE.fullmatch(text.strip().lower())
-    number = GPUS[name].sm_version if name else int(match[1] or match[2] + match[3]) if match else 0
+    number = 0
+    if name:
+        number = GPUS[name].sm_version
+    elif match:
+        number = int(match[1] or match[2] + match[3])
     if number in TARGETS:
         return GpuTarget(number, None if cuda is None else parse_cuda(cuda))
     plain = text.strip().lower()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 from hqconv.errors import RequestError
 from hqconv.schemas.weight_schema import LayerSchema
@@ -51,31 +51,22 @@ class Grid:
             ("--ep", self.ep, 1),
             ("--redundant-experts", self.redundant, 0),
         ):
-            if (
-                type(value) is not int or not least <= value <= MAX_COUNT
-            ):  # True would be written as true
-                raise RequestError(
-                    "A grid size is out of range.",
-                    where=option,
-                    expected=f"a whole number from {least} to {MAX_COUNT}",
-                    found=repr(value),
-                )
+            is_whole = type(value) is int  # True would be written as true
+            if not is_whole or not least <= value <= MAX_COUNT:
+                expected = f"a whole number from {least} to {MAX_COUNT}"
+                self._refuse(option, expected, repr(value))
         if self.tp * self.ep > MAX_COUNT:
-            raise RequestError(
-                "The grid has too many ranks.",
-                where="--tp, --ep",
-                expected=f"--tp times --ep at most {MAX_COUNT}",
-                found=self.tp * self.ep,
-            )
-        for option, name, known in (
-            ("--expert-placement", self.placement, PLACEMENTS),
-            ("--tp-split", self.split, TP_SPLITS),
-        ):
-            if name not in known:
-                what = (
-                    f"There is no such {'expert placement' if known == PLACEMENTS else 'TP split'}."
-                )
-                raise RequestError(what, where=option, expected=" or ".join(known), found=name)
+            expected = f"--tp times --ep at most {MAX_COUNT}"
+            self._refuse("--tp, --ep", expected, self.tp * self.ep)
+        if self.placement not in PLACEMENTS:
+            self._refuse("--expert-placement", " or ".join(PLACEMENTS), self.placement)
+        if self.split not in TP_SPLITS:
+            self._refuse("--tp-split", " or ".join(TP_SPLITS), self.split)
+
+    def _refuse(self, option: str, expected: str, found: object) -> NoReturn:
+        raise RequestError(
+            "There is no such grid of ranks.", where=option, expected=expected, found=found
+        )
 
     @property
     def ranks(self) -> tuple[tuple[int, int], ...]:
@@ -116,11 +107,7 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
 def tp_share(size: int, tp: int, schema: LayerSchema) -> int:
     """Return a TP rank's size of a dimension, padding included: whole runs of `slice_unit`, as equal as possible."""
     unit = slice_unit(schema)
-    return (
-        size // tp
-        if size % tp == 0 and size // tp % unit == 0
-        else math.ceil(math.ceil(size / unit) / tp) * unit
-    )
+    return math.ceil(math.ceil(size / unit) / tp) * unit
 
 
 class TpSlice(NamedTuple):
@@ -183,7 +170,10 @@ def working_tp_sizes(
     """
     runs, rest = divmod(intermediate_size, slice_unit(schema))
     # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
-    can_pad = not any(one.is_integer and one.weight_scale_type == "tensor" for one in schema.each)
+    can_pad = not any(
+        gemm_schema.is_integer and gemm_schema.weight_scale_type == "tensor"
+        for gemm_schema in schema.each
+    )
     if split == GROUPS and can_pad:
         return list(range(1, runs + bool(rest) + 1))
     if rest:
@@ -224,38 +214,30 @@ def check_grid(
     For the message alone: is_served returns whether the server can start with a TP size, and can_split tells whether it
     can with these ranks of whole groups.
     """
-    if hidden_size % (unit := hidden_unit(schema)):
+    unit = hidden_unit(schema)
+    if hidden_size % unit:
         raise RequestError(
             f"The schema '{schema.name}' does not fit the hidden size.",
             where=layer,
             expected=f"a multiple of {unit}",
             found=hidden_size,
-            remedy=f"Choose a schema with a smaller {_size_name(schema.of('w13').rotation == unit)}.",
+            remedy="Choose a schema with smaller groups, or a smaller rotated block.",
         )
-    unit = slice_unit(schema)
-    is_rotation = schema.of("w2").rotation == unit
-    what, smaller = (
-        "rotated block" if is_rotation else "scale group",
-        f"a smaller {_size_name(is_rotation)}",
-    )
-    sizes_of = {
+    sizes: dict[str, list[int]] = {
         split: working_tp_sizes(
             intermediate_size, schema, pads_last_rank=pads_last_rank, split=split
         )
         for split in TP_SPLITS
     }
-    sizes = sizes_of[GROUPS if grid.split == GROUPS else EVEN]
-    if grid.tp not in sizes:
-        works = (
-            ", ".join(str(size) for size in sizes if is_served(size))
-            or f"none: choose a schema with {smaller}"
-        )
-        if can_split and is_served(grid.tp) and grid.split == EVEN and grid.tp in sizes_of[GROUPS]:
+    if grid.tp not in sizes[grid.split]:
+        served = [str(size) for size in sizes[grid.split] if is_served(size)]
+        works = ", ".join(served) or "none: choose a schema with smaller groups"
+        if can_split and is_served(grid.tp) and grid.tp in sizes[GROUPS]:
             works += f"; --tp {grid.tp} works with --tp-split {GROUPS}"
         raise RequestError(
-            f"--tp {grid.tp} would cut a {what} of the experts.",
+            f"--tp {grid.tp} would cut a scale group or a rotated block of the experts.",
             where=f"{layer}, intermediate size {intermediate_size}, schema {schema.name}",
-            expected=f"slices that are whole runs of {unit}",
+            expected=f"slices that are multiples of {slice_unit(schema)}",
             found=f"{intermediate_size} / {grid.tp}",
             remedy=f"TP sizes that work: {works}.",
         )
@@ -266,7 +248,3 @@ def check_grid(
             expected=f"--ep <= {num_experts + grid.redundant}",
             found=grid.ep,
         )
-
-
-def _size_name(is_rotation: bool) -> str:
-    return "hadamard_block_size" if is_rotation else "group size"

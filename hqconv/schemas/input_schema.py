@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, close_to
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import read_toml, unicode_name
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 
@@ -20,6 +19,7 @@ QUANT_MODES = (
 )
 # Humming's names of the static scales of modes (`HummingInputSchema.static_tensor_scale_name`).
 STATIC_SCALES = {"static_tensor": "input_scale", "static_tensor_dynamic_group": "input_scale_2"}
+_GROUP_SIZES = (16, 32, 64, 128)  # K is padded to 128
 _GROUPED = ("dynamic_group", "static_tensor_dynamic_group", "dynamic_group_token")
 
 
@@ -77,43 +77,21 @@ def _check(schema: InputSchema) -> None:
             found = repr(getattr(schema, field))
             raise RequestError(what, where=field, expected=expected, found=found)
 
-    for field in ("a_dtype", "input_scale_dtype", "input_quant_mode"):
-        need(isinstance(getattr(schema, field), str | None), field, "text")
-    size = schema.input_scale_group_size
-    need(
-        type(size) is int and size >= 0, "input_scale_group_size", "a number of columns, 0 for none"
-    )
+    size, mode = schema.input_scale_group_size, schema.input_quant_mode
+    is_quantized = schema.a_dtype is not None
     need(schema.a_dtype in (None, *A_DTYPES), "a_dtype", ", ".join(A_DTYPES))
-    need(
-        schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES),
-        "input_scale_dtype",
-        ", ".join(INPUT_SCALE_DTYPES),
-    )
-    need(
-        schema.input_quant_mode in (None, *QUANT_MODES), "input_quant_mode", ", ".join(QUANT_MODES)
-    )
-    if schema.a_dtype is None:
-        need(not size, "input_scale_group_size", "0 for 16-bit activations")
-        need(schema.input_scale_dtype is None, "input_scale_dtype", "none for 16-bit activations")
-        need(
-            schema.input_quant_mode in (None, "none"),
-            "input_quant_mode",
-            "none for 16-bit activations",
-        )
-        return
-    need(schema.input_quant_mode != "none", "input_quant_mode", "a way to quantize, or nothing")
-    if schema.input_quant_mode is not None:
-        is_grouped = schema.input_quant_mode in _GROUPED
-        need(
-            is_grouped == (size > 0),
-            "input_scale_group_size",
-            "a size for modes with groups, 0 for the others",
-        )
-    need(
-        size in (0, 16, 32, 64, 128),
-        "input_scale_group_size",
-        "0, 16, 32, 64 or 128: K is padded to 128",
-    )
+    sizes: tuple[int, ...] = (0,)
+    if is_quantized and mode in _GROUPED:
+        sizes = _GROUP_SIZES
+    elif is_quantized and mode is None:
+        sizes = (0, *_GROUP_SIZES)
+    is_size = type(size) is int and size in sizes
+    need(is_size, "input_scale_group_size", f"{' or '.join(map(str, sizes))}")
+    dtypes = INPUT_SCALE_DTYPES if is_quantized else ()
+    is_dtype = schema.input_scale_dtype in (None, *dtypes)
+    need(is_dtype, "input_scale_dtype", f"{', '.join(dtypes)}, or nothing")
+    modes = QUANT_MODES[1:] if is_quantized else QUANT_MODES[:1]
+    need(mode in (None, *modes), "input_quant_mode", f"{', '.join(modes)}, or nothing")
 
 
 INPUT_PRESETS: dict[str, InputSchema] = {
@@ -155,12 +133,13 @@ def resolve_inputs(text: str) -> InputSchema:
     if text in NAMED_INPUTS:
         return NAMED_INPUTS[text]
     known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
+    close = close_to(text.lower().replace("_", "-"), NAMED_INPUTS)
     raise RequestError(
         f"There is no input schema named '{text}'.",
         where="--input-schema",
         expected=known,
         found=text,
-        remedy=f"{meant(text, NAMED_INPUTS, NAMED_INPUTS.get)} `hqconv schemas` explains each.".strip(),
+        remedy=f"{close} `hqconv schemas` explains each.".strip(),
     )
 
 
@@ -216,9 +195,8 @@ class LayerSpec:
     @property
     def each(self) -> tuple[KernelSpec, ...]:
         """The distinct kernel specs: one, or that of w13 and that of w2."""
-        return tuple(
-            KernelSpec(one, self.param_dtype, self.target, self.inputs) for one in self.schema.each
-        )
+        specs = (self.param_dtype, self.target, self.inputs)
+        return tuple(KernelSpec(schema, *specs) for schema in self.schema.each)
 
     def __str__(self) -> str:
         """Format for people."""

@@ -1,24 +1,31 @@
-"""Options of a conversion: one row each with name, type, default and help; and other schemas for some layers.
+"""Options of the commands, each a field with its type, default and help text; and other schemas for some layers.
 
-The API's keyword arguments, the command line's options and the keys of recipes are generated from this table;
-`planning.spec.ConversionOptions` holds the parsed values.
+The API's keyword arguments, the command line's options and the keys of recipes are read from the two dataclasses;
+`planning.spec.ConversionOptions` has the parsed values.
 """
+
+# ruff: noqa: RUF009 - `option` returns a field
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypedDict, get_args
 
 from hqconv.errors import RequestError, number_runs
-from hqconv.schemas.artifact_names import KERNEL, Layout
-from hqconv.schemas.grid import EVEN, LINEAR, Placement, TpSplit
+from hqconv.schemas.artifact_names import KERNEL, LAYOUTS, Layout
+from hqconv.schemas.grid import EVEN, LINEAR, PLACEMENTS, TP_SPLITS, Placement, TpSplit
 from hqconv.schemas.input_schema import InputSchema
-from hqconv.schemas.weight_schema import LayerSchema, ParamDtype, SchemaPair, WeightSchema, pair
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    LayerSchema,
+    ParamDtype,
+    SchemaPair,
+    WeightSchema,
+    pair,
+)
 
 Quantizer = Literal["rtn", "mse"]
 QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
@@ -27,6 +34,7 @@ GPTQ = "gptq"  # codes and scales by the error of outputs, in manifests; the opt
 BUILTIN = "builtin"  # value of --calibrate: the text that hqconv ships
 CheckName = Literal["files", "weights", "kernel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
+_MOST = 1 << 40  # of any number: a larger one is a mistake
 ENCODING_KEYS = (
     "round_scales",
     "quantizer",
@@ -64,16 +72,9 @@ class LayerChoice:
     inputs: InputSchema | None = None
     is_left: bool = False
 
-    @property
-    def has_schema(self) -> bool:
-        """True if a GEMM has a schema of the choice."""
-        return self.w13 is not None or self.w2 is not None
-
     def schema(self, base: LayerSchema) -> LayerSchema:
         """Return the layer's schema. base: that of a layer without a choice."""
-        return (
-            pair(self.w13 or base.of("w13"), self.w2 or base.of("w2")) if self.has_schema else base
-        )
+        return pair(self.w13 or base.of("w13"), self.w2 or base.of("w2"))
 
 
 @dataclass(frozen=True)
@@ -90,41 +91,26 @@ class Override:
     recipe: str = ""
 
     def matches(self, layer_of: Mapping[str, int]) -> list[str]:
-        """Return the names that the override is for, of `layer_of`: name → number. Raises RequestError if none."""
-        last = max(layer_of.values(), default=0)
-        found = [
-            name for name in layer_of if self.blocks is not None and fnmatchcase(name, self.blocks)
-        ]
-        if self.blocks is not None and not found:
-            raise self._no_match(
-                self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a layer')}"
-            )
-        for first, end in self.layers:
-            run = range(_counted(first, last), _counted(end, last) + 1)
-            in_run = [name for name, layer in layer_of.items() if layer in run]
-            if not in_run:
-                text = str(first) if first == end else f"{first}-{end}"
-                raise self._no_match(
-                    f"layers {text}", f"layers of {', '.join(number_runs(layer_of.values()))}"
-                )
-            found += in_run
-        return list(dict.fromkeys(found))
+        """Return the names that the override is for, of `layer_of`: name → number.
 
-    def _no_match(self, found: str, expected: str) -> RequestError:
-        what = "An override is for no layer."
-        return RequestError(what, where=self.where, expected=expected, found=found)
-
-
-def _counted(number: int, last: int) -> int:
-    return number if number >= 0 else last + 1 + number
-
-
-def group_by_schema(named: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
-    """Return `fp8, a16 activations` → names, of layers (name, schema, input schema) that differ from the usual ones."""
-    found: dict[str, list[str]] = {}
-    for layer, schema, inputs in named:
-        found.setdefault(f"{schema}, {inputs} activations", []).append(layer)
-    return found
+        Raises RequestError for a pattern, and for a run of numbers, without any layer.
+        """
+        found: dict[str, list[str]] = {}
+        if self.blocks is not None:
+            found[self.blocks] = [name for name in layer_of if fnmatchcase(name, self.blocks)]
+        num_layers = max(layer_of.values(), default=0) + 1
+        for first, last in self.layers:
+            text = f"layers {first}" if first == last else f"layers {first}-{last}"
+            begin = first if first >= 0 else first + num_layers
+            end = last if last >= 0 else last + num_layers
+            found[text] = [name for name, number in layer_of.items() if begin <= number <= end]
+        for text, names in found.items():
+            if not names:
+                known = ", ".join(number_runs(layer_of.values()))
+                expected = f"layers of {known}, or a pattern of names such as {min(layer_of)}"
+                what = "An override is for no layer."
+                raise RequestError(what, where=self.where, expected=expected, found=text)
+        return [name for name in layer_of if any(name in names for names in found.values())]
 
 
 def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[str, LayerChoice]:
@@ -137,172 +123,225 @@ def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[s
         new = override.choice
         for name in override.matches(layer_of):
             old = found.get(name, LayerChoice())
-            is_left = new.is_left or (old.is_left and not new.has_schema)
+            has_schema = new.w13 is not None or new.w2 is not None
             found[name] = LayerChoice(
-                new.w13 or old.w13, new.w2 or old.w2, new.inputs or old.inputs, is_left
+                new.w13 or old.w13,
+                new.w2 or old.w2,
+                new.inputs or old.inputs,
+                new.is_left or (old.is_left and not has_schema),
             )
     return found
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Help and default of one option, inside its type; a closed choice has a `Literal` type."""
-
-    help: str
-    default: Any = None
-    in_recipes: bool = True
-    is_flag: bool = True
-
-
-class EncodingArguments(TypedDict, total=False):
-    """Options that decide codes and scales beside the schema: parsed by `planning.layer_encoding.EncodingOptions`, and
-    by `planning.calibration.CalibrationText`."""
-
-    round_scales: Annotated[
-        bool,
-        _Row(
-            "Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.",
-            False,
-        ),
-    ]
-    quantizer: Annotated[
-        Quantizer,
-        _Row(
-            "Choice of scales and codes: round-to-nearest, or a search for the least squared error.",
-            RTN,
-        ),
-    ]
-    calibrate: Annotated[
-        str | Path | None,
-        _Row(
-            "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, a "
-            "folder, or builtin. Needs transformers."
-        ),
-    ]
-    calibrate_tokens: Annotated[
-        int, _Row("Number of tokens of TEXT that are read, at most.", 65536)
-    ]
-    calibrate_context: Annotated[int, _Row("Number of tokens in a sequence of TEXT.", 2048)]
-
-
-class ConversionArguments(EncodingArguments, total=False):
-    """Keyword arguments of `hqconv.plan` and `hqconv.convert` that decide the artifact."""
-
-    schema: Annotated[
-        str | Path | WeightSchema | SchemaPair | None,
-        _Row(
-            "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or two of them, of w13 and of w2: "
-            "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source."
-        ),
-    ]
-    target: Annotated[
-        str | None,
-        _Row(
-            "Serving GPU: its name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: the CUDA "
-            "device of this machine; with --schema source the target of an artifact; --layout checkpoint needs none]"
-        ),
-    ]
-    dtype: Annotated[
-        ParamDtype | None,
-        _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]"),
-    ]
-    tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
-    tp_split: Annotated[
-        TpSplit,
-        _Row(
-            "Parts of the intermediate size on TP ranks: even, or whole scale groups, of which the last ranks may hold "
-            "fewer.",
-            EVEN,
-        ),
-    ]
-    ep: Annotated[int, _Row("Expert-parallel size.", 1)]
-    expert_placement: Annotated[Placement, _Row("Placement of experts on EP ranks.", LINEAR)]
-    redundant_experts: Annotated[
-        int, _Row("Number of redundant experts (copies of the first experts).", 0)
-    ]
-    layout: Annotated[
-        Layout,
-        _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL),
-    ]
-    input_schema: Annotated[
-        str | Path | InputSchema,
-        _Row(
-            "Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
-            "a16",
-        ),
-    ]
-    cuda: Annotated[
-        str | None,
-        _Row(
-            "CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."
-        ),
-    ]
-    overrides: Annotated[
-        Sequence[Override],
-        _Row(
-            "Other schemas for some layers: `hqconv.schemas.recipe.load_recipe(path).overrides`.",
-            (),
-            in_recipes=False,
-            is_flag=False,
-        ),
-    ]
-    allow_unserved: Annotated[
-        bool,
-        _Row("Convert schemas that no known server runs, with a warning.", False, in_recipes=False),
-    ]
-
-
-@dataclass(frozen=True)
-class ConversionOption:
-    """One option, for the API, the command line and recipes. is_flag: on the command line."""
-
-    name: str
-    annotation: Any
-    help: str
-    default: Any
-    in_recipes: bool
-    is_flag: bool
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values of a closed choice, from its `Literal` type; empty for other options."""
-        kinds = (self.annotation, *get_args(self.annotation))
-        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
-
-    @property
-    def is_schema(self) -> bool:
-        """True for the name of a schema, or its file."""
-        return any(is_dataclass(kind) for kind in get_args(self.annotation))
-
-    @property
-    def is_path(self) -> bool:
-        """True for a file's path that cannot be a name."""
-        return Path in get_args(self.annotation) and not self.is_schema
-
-    def check(self, value: Any) -> None:
-        """Raise RequestError for a value that is none of the choices."""
-        if self.choices and value is not None and value not in self.choices:
-            raise RequestError(
-                "The option does not know this value.",
-                where=f"--{self.name.replace('_', '-')}",
-                expected=", ".join(self.choices),
-                found=str(value),
-            )
-
-    @property
-    def plain_type(self) -> type:
-        """The type in a TOML file: bool, int or str."""
-        return self.annotation if self.annotation in (bool, int) else str
-
-
-@functools.cache
-def conversion_options() -> Mapping[str, ConversionOption]:
-    """Return the rows of `ConversionArguments` by name, those of `EncodingArguments` last."""
-    hints = get_type_hints(ConversionArguments, vars(sys.modules[__name__]), include_extras=True)
-    found = {}
-    for name in sorted(hints, key=lambda name: name in EncodingArguments.__annotations__):
-        annotation, row = get_args(hints[name])
-        found[name] = ConversionOption(
-            name, annotation, row.help, row.default, row.in_recipes, row.is_flag
-        )
+def group_by_schema(layers: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+    """Return `fp8, a16 activations` → names, of layers (name, schema, input schema) that differ from the usual ones."""
+    found: dict[str, list[str]] = {}
+    for name, schema, inputs in layers:
+        found.setdefault(f"{schema}, {inputs} activations", []).append(name)
     return found
+
+
+def option(help_text: str, default: Any = None, **details: Any) -> Any:
+    """Declare an option. details: `choices`; `least` and `most`; `in_recipes` and `is_flag` (of the command line)."""
+    return field(default=default, metadata={"help": help_text, **details})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionArguments:
+    """Options that decide the bytes of an artifact. Raises RequestError for impossible numbers and choices."""
+
+    schema: str | Path | WeightSchema | SchemaPair | None = option(
+        "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or two of them, of w13 and of w2: "
+        "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source."
+    )
+    target: str | None = option(
+        "Serving GPU: its name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: the CUDA "
+        "device of this machine, without one sm90; with --schema source the target of an artifact]"
+    )
+    dtype: ParamDtype | None = option(
+        "Parameter dtype of the served model.  [default: dtype of the checkpoint]",
+        choices=PARAM_DTYPES,
+    )
+    tp: int = option("Tensor-parallel size.", 1, least=1)
+    tp_split: TpSplit = option(
+        "Parts of the intermediate size on TP ranks: even, or whole scale groups, of which the last ranks may hold "
+        "fewer.",
+        EVEN,
+        choices=TP_SPLITS,
+    )
+    ep: int = option("Expert-parallel size.", 1, least=1)
+    expert_placement: Placement = option(
+        "Placement of experts on EP ranks.", LINEAR, choices=PLACEMENTS
+    )
+    redundant_experts: int = option(
+        "Number of redundant experts (copies of the first experts).", 0, least=0
+    )
+    layout: Layout = option(
+        "Tensors ready for the kernel, or a checkpoint for the serving engine.",
+        KERNEL,
+        choices=LAYOUTS,
+    )
+    input_schema: str | Path | InputSchema = option(
+        "Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
+        "a16",
+    )
+    cuda: str | None = option(
+        "CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."
+    )
+    overrides: Sequence[Override] = option(
+        "Other schemas for some layers: `hqconv.schemas.recipe.load_recipe(path).overrides`.",
+        (),
+        in_recipes=False,
+        is_flag=False,
+    )
+    allow_unserved: bool = option(
+        "Convert schemas that no known server runs, with a warning.", False, in_recipes=False
+    )
+    round_scales: bool = option(
+        "Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.",
+        False,
+    )
+    quantizer: Quantizer = option(
+        "Choice of scales and codes: round-to-nearest, or a search for the least squared error.",
+        RTN,
+        choices=QUANTIZERS,
+    )
+    calibrate: str | Path | None = option(
+        "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, "
+        "or builtin. Needs transformers."
+    )
+    calibrate_tokens: int = option(
+        "Number of tokens of TEXT that are read, at most.", 65536, least=2
+    )
+    calibrate_context: int = option("Number of tokens in a sequence of TEXT.", 2048, least=2)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of how a command works: no byte of an artifact depends on them. Raises RequestError as above."""
+
+    device: str = option(
+        "Device that does the work: auto, cuda, cuda:N or cpu. The bytes are the same, but not with --calibrate.",
+        "auto",
+    )
+    max_memory: str | int = option(
+        "Maximum host memory for experts in progress, e.g. 512MiB, 4GiB, 2GB, or a number of bytes.",
+        "4GiB",
+    )
+    max_gpu_memory: str | int | None = option(
+        "Maximum GPU memory for experts in progress.  [default: most of the free memory]"
+    )
+    threads: int | None = option(
+        "Number of worker threads.  [default: all processors]", least=1, most=4096
+    )
+    cache_limit: str | int | None = option(
+        "Maximum disk space for downloaded source shards, e.g. 40GB.  [default: size of four shards]"
+    )
+    keep_source: bool = option("Keep downloaded files in the Hub cache.", False)
+    part: str | None = option(
+        "Convert only this share of the model, e.g. 1/4. All parts use one output folder; the one that ends last "
+        "finishes the artifact.  [default: the rank under torchrun]"
+    )
+    resume: bool = option("Continue an interrupted conversion.", False)
+    overwrite: bool = option("Replace an existing artifact after the new one is complete.", False)
+    update: bool = option(
+        "Leave an artifact of the same request and source, or resume it; replace any other.", False
+    )
+    source_digests: bool = option(
+        "Hash the source files during the conversion and record their SHA-256.", False
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        modes = [name for name in ("overwrite", "update", "resume", "part") if getattr(self, name)]
+        if len(modes) > 1 and modes != ["resume", "part"]:  # a part always resumes
+            _refuse_both(modes[0], modes[1])
+        if self.keep_source and self.cache_limit is not None:
+            _refuse_both("cache-limit", "keep-source")
+
+
+# Options of a conversion that `hqconv.allocate` has no use for: it chooses them.
+NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
+
+
+class ConversionKeywords(TypedDict, total=False):
+    """Keyword arguments of the API that become `ConversionArguments`."""
+
+    schema: str | Path | WeightSchema | SchemaPair | None
+    target: str | None
+    dtype: ParamDtype | None
+    tp: int
+    tp_split: TpSplit
+    ep: int
+    expert_placement: Placement
+    redundant_experts: int
+    layout: Layout
+    input_schema: str | Path | InputSchema
+    cuda: str | None
+    overrides: Sequence[Override]
+    allow_unserved: bool
+    round_scales: bool
+    quantizer: Quantizer
+    calibrate: str | Path | None
+    calibrate_tokens: int
+    calibrate_context: int
+
+
+class RunKeywords(TypedDict, total=False):
+    """Keyword arguments of the API that become `RunOptions`."""
+
+    device: str
+    max_memory: str | int
+    max_gpu_memory: str | int | None
+    threads: int | None
+    cache_limit: str | int | None
+    keep_source: bool
+    part: str | None
+    resume: bool
+    overwrite: bool
+    update: bool
+    source_digests: bool
+
+
+class ConvertKeywords(ConversionKeywords, RunKeywords, total=False):
+    """Keyword arguments of `hqconv.convert` that are options."""
+
+
+def plain_type(declared: Field[Any]) -> type:
+    """Return the type of an option in a recipe and on the command line: a schema, a size and a path are texts."""
+    if "least" in declared.metadata:
+        return int
+    return bool if isinstance(declared.default, bool) else str
+
+
+def check_values(options: Any) -> None:
+    """Raise RequestError for a number out of its option's range, and for a value that is none of the choices."""
+    for declared in fields(options):
+        value, details = getattr(options, declared.name), declared.metadata
+        expected = ""
+        if "least" in details:
+            least, most = details["least"], details.get("most", _MOST)
+            if type(value) is not int or not least <= value <= most:
+                expected = f"a whole number from {least} to {most}"
+        elif "choices" in details and value not in details["choices"]:
+            expected = ", ".join(details["choices"])
+        if expected and (value is not None or declared.default is not None):
+            what, flag = "The option does not know this value.", declared.name.replace("_", "-")
+            raise RequestError(what, where=f"--{flag}", expected=expected, found=repr(value)[:80])
+
+
+def _refuse_both(first: str, second: str) -> NoReturn:
+    raise RequestError(f"--{first} and --{second} exclude each other.", remedy="Give one of them.")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], RunOptions]:
+    """Return the keyword arguments of a conversion that decide bytes, and the options of how it works."""
+    run: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        kind = run if name in RunKeywords.__annotations__ else arguments
+        kind[name] = value
+    return arguments, RunOptions(**run)

@@ -13,38 +13,36 @@ schema = "fp8"
 blocks = "mtp.*"        # a pattern of layer names, as of files: * ? [ab]
 schema = "none"         # left as they are
 
-[layers."3-5"]          # another spelling of an override by layers; these come after the others
-schema = "int3-g64+int4-g64"    # of w13 (gate and up) and of w2 (down)
-
-[layers."3-5".w2]       # of one GEMM alone; in an [[override]]: w2.schema = …
-schema = "int4-g32-e4m3"
+[[override]]
+layers = "3-5"
+w13.schema = "int3-g64"  # of gate and up
+w2.schema = "int4-g32-e4m3"     # of down; one of the two may be left out
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.options import BUILTIN, LayerChoice, Override, conversion_options
+from hqconv.schemas.options import BUILTIN, ConversionArguments, LayerChoice, Override, plain_type
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
-from hqconv.schemas.weight_schema import (
-    SOURCE,
-    WeightSchema,
-    resolve_layer_schema,
-    resolve_schema,
-    split_names,
-)
+from hqconv.schemas.weight_schema import SOURCE, resolve_layer_schema, resolve_schema
 
 LEFT = "none"  # experts that are copied unchanged
-_SECTION, _TABLE = "override", "layers"
-_KEYS = ("blocks", "layers", "schema", "input_schema")
+_SECTION = "override"
+_CHANGES = ("schema", "w13.schema", "w2.schema", "input_schema")
+# Options that a recipe may name, and the type of each in the TOML file.
+_TYPES = {
+    option.name: plain_type(option)
+    for option in fields(ConversionArguments)
+    if option.metadata.get("in_recipes", True)
+}
 
 
 @dataclass(frozen=True)
@@ -56,24 +54,21 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe: its keys are the options of `schemas.options` that decide the artifact, not of one machine.
+    """Read a recipe: its keys are fields of `ConversionArguments`.
 
     Relative paths of schemas and of other files are looked up in the recipe's folder. Raises RequestError for a file
     that cannot be read, and for unknown keys.
     """
     document = read_toml(path, "recipe", [name.removesuffix(".toml") for name in shipped(RECIPES)])
-    sections, tables = document.pop(_SECTION, []), document.pop(_TABLE, {})
-    known = {name: option for name, option in conversion_options().items() if option.in_recipes}
+    sections = document.pop(_SECTION, [])
     for key, value in document.items():
-        if key not in known or type(value) is not known[key].plain_type:
+        if key not in _TYPES or type(value) is not _TYPES[key]:
             what = "The recipe has a key that is unknown or of the wrong type."
-            expected = (
-                known[key].plain_type.__name__ if key in known else f"one of {', '.join(known)}"
-            )
+            expected = _TYPES[key].__name__ if key in _TYPES else f"one of {', '.join(_TYPES)}"
             raise RequestError(what, where=f"{path}: {key}", expected=expected, found=repr(value))
-        if known[key].is_schema:
-            document[key] = _schema_path(path, str(value))
-        elif known[key].is_path and value != BUILTIN:
+        if key in ("schema", "input_schema"):
+            document[key] = _schema_path(path.parent, str(value))
+        elif key == "calibrate" and value != BUILTIN:
             document[key] = path.parent / str(value)  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
         raise RequestError(
@@ -81,137 +76,99 @@ def load_recipe(path: Path) -> Recipe:
             where=f"{path}: {_SECTION}",
             expected="[[override]] before each",
         )
-    if not isinstance(tables, dict) or not all(
-        isinstance(section, dict) for section in tables.values()
-    ):
-        what, expected = "The recipe's layers are no tables.", f'[{_TABLE}."0-3"] before each'
-        raise RequestError(what, where=f"{path}: {_TABLE}", expected=expected)
-    named = [
-        (f"{path}: {_SECTION} {number}", section)
+    overrides = [
+        _override(path, f"{path}: {_SECTION} {number}", section)
         for number, section in enumerate(sections, start=1)
     ]
-    named += [
-        (f"{path}: {_TABLE}.{runs}", {"layers": runs, **section})
-        for runs, section in tables.items()
-    ]
-    return Recipe(document, tuple(_override(path, where, section) for where, section in named))
+    return Recipe(document, tuple(overrides))
 
 
 def with_recipe(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe, a file or the name of a packaged one; options in `given` but None win.
 
-    Raises RequestError as `load_recipe`, and if neither the recipe nor `given` names a schema. Without a recipe the
-    given options are returned.
+    Raises RequestError as `load_recipe`, and if neither the recipe nor `given` names a schema.
     """
-    if config is None:
-        return dict(given)
-    recipe = load_recipe(or_shipped(Path(config), RECIPES))
-    options = {**recipe.options, "overrides": recipe.overrides}
+    options: dict[str, Any] = {}
+    if config is not None:
+        recipe = load_recipe(or_shipped(Path(config), RECIPES))
+        options = {**recipe.options, "overrides": recipe.overrides}
     options |= {name: value for name, value in given.items() if value is not None}
     if "schema" not in options:
-        raise no_schema(str(config))
+        raise RequestError(
+            "No schema is named.",
+            where="--schema",
+            expected="--schema NAME, or a recipe that names one",
+            found=config or "",
+            remedy="`hqconv schemas` shows them.",
+        )
     return options
 
 
-def no_schema(found: str = "") -> RequestError:
-    """Return the error for a conversion without a schema. found: the recipe that names none."""
-    return RequestError(
-        "No schema is named.",
-        where="--schema",
-        expected="--schema NAME, or a recipe that names one",
-        found=found,
-        remedy="`hqconv schemas` shows them.",
-    )
-
-
-def _schema_path(recipe: Path, text: str) -> str:
-    """Return a schema's file in the recipe's folder, or the packaged file of that name if the folder has none."""
-    if text.endswith(".toml") and (recipe.parent / text).is_file():
-        return str(recipe.parent / text)
-    return "+".join(_one_path(recipe, name) for name in split_names(text))
-
-
-def _one_path(recipe: Path, text: str) -> str:
-    if text.endswith(".toml") and not Path(text).is_absolute():
-        in_folder = recipe.parent / text
-        is_shipped = not os.path.lexists(in_folder) and text in shipped(SCHEMAS)
-        return str(SCHEMAS / text if is_shipped else in_folder)
-    return text
+def _schema_path(folder: Path, text: str) -> str:
+    """Return a schema's name, or the path of its file: in the recipe's folder, or of the package."""
+    names = text.split("+")
+    for index, name in enumerate(names):
+        if name.endswith(".toml"):
+            is_shipped = not (folder / name).exists() and name in shipped(SCHEMAS)
+            names[index] = str((SCHEMAS if is_shipped else folder) / name)
+    return "+".join(names)
 
 
 def _override(path: Path, where: str, section: Mapping[str, Any]) -> Override:
-    of_gemms = {gemm: section[gemm] for gemm in GEMMS if isinstance(section.get(gemm), dict)}
-    for key, value in section.items():
-        if key in of_gemms:
-            if value.keys() != {"schema"} or not isinstance(value["schema"], str):
-                what = "A GEMM of an override has a schema, and nothing else."
-                raise RequestError(
-                    what, where=f"{where}: {key}", expected=f'{key}.schema = "…"', found=repr(value)
-                )
-        elif key not in _KEYS or not isinstance(value, str):
+    values = dict(section)
+    for gemm in GEMMS:
+        if isinstance(values.get(gemm), dict):
+            values |= {f"{gemm}.{key}": value for key, value in values.pop(gemm).items()}
+    for key, value in values.items():
+        if key not in ("blocks", "layers", *_CHANGES) or not isinstance(value, str):
             raise RequestError(
                 "An override has a key that is unknown or no text.",
                 where=f"{where}: {key}",
-                expected=f"{', '.join(_KEYS)}, w13.schema, w2.schema",
+                expected=f"blocks, layers, {', '.join(_CHANGES)}",
                 found=repr(value),
             )
-    if ("blocks" in section) == ("layers" in section):
+    if ("blocks" in values) == ("layers" in values):
         what = "An override chooses its layers by one key."
         raise RequestError(what, where=where, expected="one of blocks and layers")
-    if not {"schema", "input_schema", *of_gemms} & set(section):
-        expected = "schema, input_schema, w13.schema or w2.schema"
-        raise RequestError("An override changes nothing.", where=where, expected=expected)
+    schemas = {key: _schema_path(path.parent, values[key]) for key in _CHANGES if key in values}
+    if not schemas or SOURCE in schemas.values():
+        what = "An override gives its layers another schema, by name."
+        raise RequestError(what, where=where, expected=f"one of {', '.join(_CHANGES)}")
     return Override(
-        blocks=section.get("blocks"),
-        layers=_runs(section["layers"], where) if "layers" in section else (),
-        choice=_choice(
-            path, where, section, {gemm: one["schema"] for gemm, one in of_gemms.items()}
-        ),
+        blocks=values.get("blocks"),
+        layers=parse_runs(values["layers"], f"{where}: layers") if "layers" in values else (),
+        choice=_choice(schemas),
         where=where,
         recipe=path.stem,
     )
 
 
-def _choice(
-    path: Path, where: str, section: Mapping[str, Any], of_gemms: Mapping[str, str]
-) -> LayerChoice:
+def _choice(schemas: dict[str, str]) -> LayerChoice:
     """Return the choice of an override: its schema for both GEMMs, but for those that have one of their own."""
-    texts = {
-        key: text
-        for key, text in {"schema": section.get("schema"), **of_gemms}.items()
-        if text is not None
-    }
-    for key, text in texts.items():
-        if text == SOURCE or (text == LEFT and (key != "schema" or of_gemms)):
-            raise RequestError(
-                "An override cannot be the source's own schema, and a GEMM cannot be left alone.",
-                where=f"{where}: {key}",
-                expected="a schema by name",
-                found=text,
-            )
-    named = section.get("input_schema")
-    inputs = None if named is None else resolve_inputs(_schema_path(path, named))
-    if texts.get("schema") == LEFT:
+    name = schemas.pop("input_schema", None)
+    inputs = None if name is None else resolve_inputs(name)
+    if schemas == {"schema": LEFT}:
         return LayerChoice(inputs=inputs, is_left=True)
-    found: dict[str, WeightSchema] = {}
-    if "schema" in texts:
-        schema = resolve_layer_schema(_schema_path(path, texts["schema"]))
-        found = {gemm: schema.of(gemm) for gemm in GEMMS}
-    found |= {gemm: resolve_schema(_schema_path(path, text)) for gemm, text in of_gemms.items()}
+    found = {
+        key.partition(".")[0]: resolve_schema(text)
+        for key, text in schemas.items()
+        if key != "schema"
+    }
+    if "schema" in schemas:
+        base = resolve_layer_schema(schemas["schema"])
+        found = {gemm: base.of(gemm) for gemm in GEMMS} | found
     return LayerChoice(found.get("w13"), found.get("w2"), inputs)
 
 
-def _runs(text: str, where: str) -> tuple[tuple[int, int], ...]:
-    """Parse `0, 3-5, -1` into first and last numbers."""
+def parse_runs(text: str, where: str) -> tuple[tuple[int, int], ...]:
+    """Parse the layers `0, 3-5, -1` into first and last numbers. Raises RequestError for anything else."""
     runs = []
     for part in text.split(","):
         match = re.fullmatch(r"(-?\d{1,6})(?:-(\d{1,6}))?", part.strip())
         if match is None:
+            expected = "numbers and runs, such as 0, 3-5"
             raise RequestError(
-                "The layers of an override are none.",
-                where=f"{where}: layers",
-                expected="such as 0, 3-5, -1",
-                found=text,
+                "The layers cannot be read.", where=where, expected=expected, found=text
             )
         runs.append((int(match[1]), int(match[2] or match[1])))
     return tuple(runs)

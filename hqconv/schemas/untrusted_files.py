@@ -5,6 +5,7 @@ JSON of checkpoints and artifacts, TOML files of users, and the recipes and sche
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import logging
@@ -12,11 +13,11 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.suggestions import close_file
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ MAX_LIST_BYTES = (
 NOTHING = "no such file"
 MAX_DEPTH = 64  # of objects and lists in each other: code that copies or writes them is recursive
 
+_TOO_DEEP = f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other"
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -93,30 +95,36 @@ def parse_json(raw: bytes, hook: Any = None) -> Any:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
     except RecursionError as error:
-        raise _too_deep() from error
-    level = [value] if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH else []
+        raise ValueError(_TOO_DEEP) from error
+    is_deep = isinstance(value, dict | list) and raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
+    level = [value] if is_deep else []
     for _ in range(MAX_DEPTH):
-        level = [
-            inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)
-        ]
+        inner: list[Any] = []
+        for outer in level:
+            inner += outer.values() if isinstance(outer, dict) else outer
+        level = [item for item in inner if isinstance(item, dict | list)]
     if level:
-        raise _too_deep()
+        raise ValueError(_TOO_DEEP)
     return value
-
-
-def _items(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(
-        f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other"
-    )
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
     """Read the JSON document in a file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
     return parse_json(read_regular(path, max_bytes))
+
+
+def close_file(path: Path, shipped: Iterable[str] = (), *, is_folder: bool = False) -> str:
+    """Return `Did you mean recipes/x.toml?` for a missing TOML file or folder; "" where no name is close.
+
+    shipped: names that the package has. The other names are those beside `path`.
+    """
+    names = {name.removesuffix(".toml"): name for name in shipped}
+    with suppress(OSError, ValueError):
+        beside = sorted(path.parent.iterdir() if is_folder else path.parent.glob("*.toml"))
+        places = [place for place in beside if place.is_dir() == is_folder]
+        names |= {place.name.removesuffix(".toml"): str(place) for place in places}
+    close = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1)
+    return f"Did you mean {names[close[0]]}?" if close else ""
 
 
 _MAX_TOML_BYTES = 1 << 20  # far more than people write
@@ -129,34 +137,20 @@ def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dic
     Raises RequestError for a file that is not regular (without waiting for it), cannot be read, is larger than 1 MiB,
     no UTF-8, no TOML, or nested too deeply.
     """
+    remedy, found = "", _TOO_DEEP
     try:
         return tomllib.loads(read_regular(path, _MAX_TOML_BYTES).decode())
-    except RecursionError as error:
-        raise _unreadable(path, called, "it is nested too deeply") from error
-    except FileNotFoundError as error:
-        remedy = close_file(path, shipped_names)
-        if called == "recipe":
-            remedy = (
-                f"{remedy} `hqconv schemas --recipes` lists the recipes of the package.".strip()
-            )
-        raise _unreadable(path, called, error.strerror or error, remedy=remedy) from error
+    except FileNotFoundError:
+        found = NOTHING
+        remedy = f"{close_file(path, shipped_names)} `hqconv schemas --recipes` lists the package's files."
     except OSError as error:
-        expected = f"at most {_MAX_TOML_BYTES} bytes" if error.errno == errno.EFBIG else ""
-        raise _unreadable(path, called, error.strerror or error, expected) from error
+        found = error.strerror or str(error)
+    except RecursionError:
+        pass
     except ValueError as error:  # no UTF-8, no TOML, a number or a path that Python does not take
-        raise _unreadable(path, called, error) from error
-
-
-def _unreadable(
-    path: Path, called: str, found: object, expected: str = "", remedy: str = ""
-) -> RequestError:
-    return RequestError(
-        f"The {called} cannot be read.",
-        where=str(path),
-        expected=expected,
-        found=found,
-        remedy=remedy,
-    )
+        found = str(error)
+    what = f"The {called} cannot be read."
+    raise RequestError(what, where=str(path), found=found, remedy=remedy.strip())
 
 
 SCHEMAS = Path(__file__).parent / "configs"
@@ -165,11 +159,11 @@ RECIPES = SCHEMAS / "recipes"
 
 def shipped(folder: Path) -> dict[str, str]:
     """Return file name → purpose, of the files in `SCHEMAS` or `RECIPES`: their first line, a comment."""
-    return {path.name: _first_line(path) for path in sorted(folder.glob("*.toml"))}
-
-
-def _first_line(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+    purposes = {}
+    for path in sorted(folder.glob("*.toml")):
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+        purposes[path.name] = first_line.removeprefix("#").strip()
+    return purposes
 
 
 def or_shipped(path: Path, folder: Path) -> Path:

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, close_to
 from hqconv.schemas.dtypes import CodeType, code_bits, code_of, num_bits, parse_code_type
-from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import SCHEMAS, or_shipped, read_toml, shipped, unicode_name
 
 ParamDtype = Literal["bfloat16", "float16"]
 PARAM_DTYPES: tuple[ParamDtype, ...] = get_args(ParamDtype)
-_SCALE_DTYPES = (
-    "bfloat16",
-    "float16",
-    "float32",
-    "float8e8m0",
-    "float8e4m3",
-    "float8e5m2",
-    "float8e5m3",
-)
+# Of scales per group or channel; those of blocks and tensors are float32.
+_SCALE_DTYPES = ("bfloat16", "float16", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
 # Group scales → second scales above them. A tensor's second scale of powers of two would only move their exponents.
 _SCALE_2_TYPES = {
     "float8e4m3": ("tensor", "channel"),
@@ -40,6 +31,9 @@ _SCALE_2_TYPES = {
 # Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way
 # to quantize wide inputs per token (tune/process_input.py, _token_tuning_candidates).
 ROTATIONS = (16, 32, 64, 128, 256, 512)
+_CODE_TYPES = "uintN (N = 1..8), or a signed floatXeYmZ of at most 8 bits: Y is 0 or 2 to 4, or it is float8e5m2"
+_SCALE_TYPES = "group|channel|block|tensor"
+_NESTING = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
 
 
 @dataclass(frozen=True)
@@ -114,14 +108,14 @@ class WeightSchema:
             "group": f"group {self.weight_scale_group_size}",
             "block": f"block {self.weight_scale_group_size_n}x{self.weight_scale_group_size}",
         }.get(self.weight_scale_type, self.weight_scale_type)
-        parts = [self.b_dtype, f"{self.scale_dtype('parameter-dtype')} scale per {size}"]
+        facts = [self.b_dtype, f"{self.scale_dtype('parameter-dtype')} scale per {size}"]
         if self.weight_scale_2_type != "none":
-            parts.append(f"second scale per {self.weight_scale_2_type}")
+            facts.append(f"second scale per {self.weight_scale_2_type}")
         if self.has_zero_point:
-            parts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
+            facts.append("float zero point" if self.is_fp_zero_point else "integer zero point")
         if self.rotation:
-            parts.append(f"columns rotated in blocks of {self.rotation}")
-        return ", ".join(parts)
+            facts.append(f"columns rotated in blocks of {self.rotation}")
+        return ", ".join(facts)
 
     def bits_per_weight(self) -> float:
         """Stored bits per weight, padding and tensor-level scales left out (channel scales count as none)."""
@@ -189,20 +183,8 @@ _BETWEEN = "+"
 
 
 def pair(w13: WeightSchema, w2: WeightSchema) -> LayerSchema:
-    """Return the schema of a layer by those of its GEMMs: one schema where both are equal.
-
-    Raises RequestError for a name with a +, which parts the names of a pair.
-    """
-    if w13.humming_fields() == w2.humming_fields():
-        return w13
-    for schema in (w13, w2):
-        if _BETWEEN in schema.name:
-            raise RequestError(
-                "The name of a schema in a pair has a plus sign, which stands between the names of a pair.",
-                where=f"schema {schema.name}",
-                remedy="Rename its file.",
-            )
-    return SchemaPair(w13, w2)
+    """Return the schema of a layer by those of its GEMMs: one schema where both are equal."""
+    return w13 if w13.humming_fields() == w2.humming_fields() else SchemaPair(w13, w2)
 
 
 def layer_schema_of_record(name: str, document: dict[str, Any]) -> LayerSchema:
@@ -223,15 +205,13 @@ def layer_schema_of_record(name: str, document: dict[str, Any]) -> LayerSchema:
     return found
 
 
-_KINDS: dict[str, type] = {
+_TYPES: dict[str, type] = {
     "weight_scale_group_size": int,
     "weight_scale_group_size_n": int,
     "has_zero_point": bool,
     "is_fp_zero_point": bool,
     "hadamard_block_size": int,
 }  # the others are text
-
-Need = Callable[[bool, str, str], None]  # condition, field, expected value
 
 
 def _check(schema: WeightSchema) -> None:
@@ -248,107 +228,63 @@ def _check(schema: WeightSchema) -> None:
             )
 
     for field in fields(schema):
-        value, kind = getattr(schema, field.name), _KINDS.get(field.name, str)
-        need(
-            type(value) is kind or (field.name == "bs_dtype" and value is None),
-            field.name,
-            kind.__name__,
-        )
-    _check_b_dtype(schema, need)
-    need(
-        schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES)
-    )
-    _check_scale_type(schema, need)
-    _check_second_scale(schema, need)
+        value, expected_type = getattr(schema, field.name), _TYPES.get(field.name, str)
+        is_none = field.name == "bs_dtype" and value is None
+        need(type(value) is expected_type or is_none, field.name, expected_type.__name__)
+    need(_is_code_type(schema.b_dtype), "b_dtype", _CODE_TYPES)
+    kind, second = schema.weight_scale_type, schema.weight_scale_2_type
+    size, size_n = schema.weight_scale_group_size, schema.weight_scale_group_size_n
+    need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", _SCALE_TYPES)
+    is_size = _is_power_of_two(size, 16) if kind in ("group", "block") else size == 0
+    need(is_size, "weight_scale_group_size", f"0 for channel and tensor scales, else {_NESTING}")
+    is_size_n = _is_power_of_two(size_n, 64) if kind == "block" else size_n == 0
+    expected = "a power of two, at least 64, for block scales, else 0"
+    need(is_size_n, "weight_scale_group_size_n", expected)
+    expected = "a float type for block scales: that integers run is not proven"
+    need(kind != "block" or not schema.is_integer, "b_dtype", expected)
+    need(second in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
+    need(second == "none" or kind == "group", "weight_scale_type", "group, under a second scale")
     if schema.has_zero_point:
         need(schema.is_integer, "has_zero_point", "false for a float type")
-        need(
-            schema.weight_scale_type in ("group", "channel"),
-            "weight_scale_type",
-            "group or channel",
-        )
-        need(
-            schema.bs_dtype in (None, *PARAM_DTYPES),
-            "bs_dtype",
-            "the parameter dtype, with zero points",
-        )
-    elif schema.is_fp_zero_point:
-        need(False, "is_fp_zero_point", "has_zero_point = true as well")
+        is_usual = kind in ("group", "channel")
+        need(is_usual, "weight_scale_type", "group or channel, with zero points")
+    needs_zero = schema.is_fp_zero_point and not schema.has_zero_point
+    need(not needs_zero, "is_fp_zero_point", "has_zero_point = true as well")
+    allowed = _scale_dtypes(schema)
+    is_allowed = schema.bs_dtype in allowed or (schema.bs_dtype is None and second == "none")
+    need(is_allowed, "bs_dtype", f"one of {', '.join(allowed)}, for these scales")
     is_known = schema.hadamard_block_size in (0, 1, *ROTATIONS)
     need(is_known, "hadamard_block_size", f"0, or one of {', '.join(map(str, ROTATIONS))}")
 
 
-def _check_b_dtype(schema: WeightSchema, need: Need) -> None:
-    if re.fullmatch(r"uint[1-8]", schema.b_dtype):
-        return
-    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
-    need(
-        small_float is not None,
-        "b_dtype",
-        "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits",
-    )
-    bits, exponent, mantissa = (int(x) for x in small_float.groups()) if small_float else (0, 0, 0)
-    is_signed = bits == 1 + exponent + mantissa and mantissa > 0
-    need(is_signed, "b_dtype", "1 sign bit + exponent + mantissa bits")
+def _is_power_of_two(size: int, least: int) -> bool:
+    return size >= least and size & (size - 1) == 0
+
+
+def _is_code_type(name: str) -> bool:
+    """Return whether Humming has a type of codes: uintN, or a signed small float."""
+    if re.fullmatch(r"uint[1-8]", name):
+        return True
+    small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", name)
+    if small_float is None:
+        return False
+    bits, exponent, mantissa = map(int, small_float.groups())
     # Wider exponents would reach float16's infinity, which the kernel's shift-only conversion passes through.
-    is_known = exponent in (0, 2, 3, 4) or schema.b_dtype == "float8e5m2"
-    need(is_known, "b_dtype", "0 or 2 to 4 exponent bits, or float8e5m2")
+    is_known = exponent in (0, 2, 3, 4) or name == "float8e5m2"
+    return is_known and mantissa > 0 and bits == 1 + exponent + mantissa
 
 
-def _check_second_scale(schema: WeightSchema, need: Need) -> None:
-    kind = schema.weight_scale_2_type
-    need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
-    if kind == "none":
-        return
-    need(
-        schema.weight_scale_type == "group",
-        "weight_scale_type",
-        "group, where there is a second scale",
-    )
-    expected = "float8e4m3 or float8e5m2 under a second scale, float8e8m0 under one per channel"
-    need(kind in _SCALE_2_TYPES.get(schema.bs_dtype or "", ()), "bs_dtype", expected)
-
-
-def _check_scale_type(schema: WeightSchema, need: Need) -> None:
-    kind, size, size_n = (
-        schema.weight_scale_type,
-        schema.weight_scale_group_size,
-        schema.weight_scale_group_size_n,
-    )
-    power_of_two = (
-        "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
-    )
-    need(
-        kind in ("group", "channel", "block", "tensor"),
-        "weight_scale_type",
-        "group|channel|block|tensor",
-    )
-    if kind in ("group", "block"):
-        need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
-    else:
-        need(size == 0, "weight_scale_group_size", f"0 for {kind} scales")
-    if kind == "block":
-        is_power = size_n & (size_n - 1) == 0
-        need(size_n >= 64 and is_power, "weight_scale_group_size_n", "a power of two, at least 64")
-        need(
-            not schema.b_dtype.startswith("uint"),
-            "b_dtype",
-            "a float type for block scales: that integers run is not proven",
-        )
-    else:
-        need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
-    if kind in ("block", "tensor"):
-        need(
-            schema.bs_dtype in (None, "float32"),
-            "bs_dtype",
-            f"float32 (or omitted) for {kind} scales",
-        )
-    else:
-        need(
-            schema.bs_dtype != "float32",
-            "bs_dtype",
-            "a 16- or 8-bit type: float32 is for block and tensor scales",
-        )
+def _scale_dtypes(schema: WeightSchema) -> tuple[str, ...]:
+    """Return the dtypes that a schema's scales may be stored in."""
+    second = schema.weight_scale_2_type
+    allowed: tuple[str, ...] = _SCALE_DTYPES
+    if second != "none":
+        allowed = tuple(dtype for dtype, kinds in _SCALE_2_TYPES.items() if second in kinds)
+    elif schema.weight_scale_type in ("block", "tensor"):
+        allowed = ("float32",)
+    if schema.has_zero_point:
+        allowed = tuple(dtype for dtype in allowed if dtype in PARAM_DTYPES)
+    return allowed
 
 
 def _preset(
@@ -427,13 +363,9 @@ def resolve_layer_schema(text: str) -> LayerSchema:
     Raises RequestError as `resolve_schema`.
     """
     names = split_names(text)
-    for name in names if len(names) > 1 else ():
-        if name == SOURCE:
-            what, expected = (
-                "The source's own schema cannot be half of a pair.",
-                "schemas by their names",
-            )
-            raise RequestError(what, where=f"--schema {text}", expected=expected, found=name)
+    if SOURCE in names and len(names) > 1:
+        what = "The source's own schema cannot be half of a pair."
+        raise RequestError(what, where=f"--schema {text}", expected="schemas by their names")
     return pair(resolve_schema(names[0]), resolve_schema(names[-1]))
 
 
@@ -454,9 +386,13 @@ def resolve_schema(text: str) -> WeightSchema:
         return found
     names = (*PRESETS, SHORTHAND, SCALED_SHORTHAND, f"NAME{ROTATED}", PAIR, SOURCE)
     expected = f"{', '.join(names)}, or a .toml file"
-    remedy = f"{meant(text, [*PRESETS, *_EXAMPLES, SOURCE], _named)} `hqconv schemas` explains each.".strip()
-    what = f"There is no schema named '{text}'."
-    raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
+    close = close_to(re.sub(r"[_\s]+", "-", text.strip().lower()), [*PRESETS, *_EXAMPLES, SOURCE])
+    raise RequestError(
+        f"There is no schema named '{text}'.",
+        where="--schema",
+        expected=expected,
+        remedy=f"{close} `hqconv schemas` explains each.".strip(),
+    )
 
 
 def _named(text: str) -> WeightSchema | None:
@@ -504,38 +440,37 @@ def shorthand_of(schema: WeightSchema) -> str:
     """Return the shorthand that comes closest to a schema; "" where none has its codes and scales."""
     size, scale = schema.weight_scale_group_size, schema.bs_dtype or ""
     if size and scale in _SCALE_2_TYPES:
-        code = next((name for name, code in _CODES.items() if code == schema.b_dtype), "")
-        return (
-            f"{code}-g{size}-{scale.removeprefix('float8')}{'-row' if schema.has_row_scale else ''}"
-            if code
-            else ""
-        )
+        code = next((name for name, code in _CODES.items() if code == schema.b_dtype), None)
+        row = "-row" if schema.has_row_scale else ""
+        return "" if code is None else f"{code}-g{size}-{scale.removeprefix('float8')}{row}"
     if not schema.is_integer:
         return ""
-    zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
+    zero = ""
+    if schema.has_zero_point:
+        zero = "-fpzp" if schema.is_fp_zero_point else "-zp"
     return f"int{schema.num_bits}{f'-g{size}' if size else '-c'}{zero}"
 
 
 def load_schema(path: Path) -> WeightSchema:
     """Read a schema from a TOML file with Humming's field names; unknown keys are refused."""
     document = read_toml(path, "schema file", shipped(SCHEMAS))
-    types = {f.name: f.type for f in fields(WeightSchema) if f.name != "name"}
-    if "b_dtype" not in document:
-        raise RequestError(
-            "The schema file names no weight type.", where=str(path), expected="b_dtype = …"
-        )
-    for key, value in document.items():
-        expected = str(types.get(key, ""))
-        if key not in types or type(value).__name__ not in expected:
-            raise RequestError(
-                "The schema file has a key that is unknown or of the wrong type.",
-                where=f"{path}: {key}",
-                expected=expected or ", ".join(types),
-                found=repr(value),
-            )
+    known = [field.name for field in fields(WeightSchema) if field.name != "name"]
+    if not isinstance(document.get("b_dtype"), str):
+        what = "The schema file names no weight type."
+        raise RequestError(what, where=str(path), expected='b_dtype = "…"')
+    for key in document:
+        if key not in known:
+            what = "The schema file has a key that is unknown."
+            raise RequestError(what, where=f"{path}: {key}", expected=", ".join(known))
     if re.fullmatch(r"int[1-8]", document["b_dtype"]):
         document["b_dtype"] = "u" + document["b_dtype"]
-    document.setdefault("weight_scale_type", _implied_scale_type(document))
+    # Humming's own default where a file names no scale type.
+    size, size_n = (
+        document.get("weight_scale_group_size"),
+        document.get("weight_scale_group_size_n"),
+    )
+    implied = "block" if size_n else "group" if size else "channel"
+    document.setdefault("weight_scale_type", implied)
     schema = WeightSchema(name=unicode_name(path.stem), **document)
     if is_misnamed(schema):
         raise RequestError(
@@ -555,10 +490,3 @@ def is_misnamed(schema: WeightSchema) -> bool:
     except RequestError:  # no schema at all
         return True
     return named is not None and named != schema
-
-
-def _implied_scale_type(document: dict[str, Any]) -> str:
-    """Return Humming's own default for a file that names no scale type."""
-    if document.get("weight_scale_group_size_n", 0) > 1:
-        return "block"
-    return "group" if document.get("weight_scale_group_size", 0) > 0 else "channel"

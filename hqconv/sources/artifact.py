@@ -20,7 +20,7 @@ from hqconv.io.hub import Listing
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
+from hqconv.models.moe_layer import InputScaleTensors, MoeLayer, TensorSlice
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.tensors import TensorRef
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.expert_reader import ExpertReader
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
     from hqconv.layout_decoder.decode import DecodedStack
 
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
@@ -155,16 +155,16 @@ class ArtifactSource(SafetensorsSource):
             layer,
             format=per_projection(formats),
             dtype=slices["w2"]["weight"].dtype,
-            parts=slices,
+            slices=slices,
             sources=sources,
             input_scales=self._input_scales(name),
         )
 
-    def _input_scales(self, layer: str) -> InputScales:
+    def _input_scales(self, layer: str) -> InputScaleTensors:
         """Collect the static activation scales in all ranks' files."""
         inputs = self.artifact.layer_spec_of(layer).inputs
         if not inputs.is_static:
-            return InputScales()
+            return InputScaleTensors()
         refs = {}
         for gemm in names.GEMMS:
             name = names.input_scale(layer, gemm, inputs)
@@ -176,7 +176,7 @@ class ArtifactSource(SafetensorsSource):
                     raise VerificationError(what, where=full, remedy=_CONVERT_AGAIN)
                 in_ranks.append(self.tensors[full])
             refs[gemm] = tuple(in_ranks)
-        return InputScales(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
+        return InputScaleTensors(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
 
     def _slices(self, layer: str, gemm: str) -> dict[str, TensorSlice]:
         """Map the rank tensors of one GEMM: `weight` … of the first rank, `weight@tp0-ep1` … of the others."""
@@ -258,7 +258,7 @@ class ArtifactSource(SafetensorsSource):
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
     ) -> SourceMatrix:
-        from hqconv.formats.source_matrix import SourceMatrix, resized
+        from hqconv.formats.encoding import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
         from hqconv.quantization.hadamard import rotate

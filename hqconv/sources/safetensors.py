@@ -25,9 +25,8 @@ from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
 from hqconv.models.source_protocol import SourceFile, SourceReference
-from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
+from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE, text_config
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.model_config import text_config
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, unicode_name
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.source_matrix import SourceMatrix
+    from hqconv.formats.encoding import SourceMatrix
 
 _NUM_THREADS = (
     8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
@@ -360,14 +359,14 @@ def decoded_expert(
     layer: MoeLayer, expert: int, roles: Sequence[str], read: Callable[[TensorRef], torch.Tensor]
 ) -> dict[str, SourceMatrix]:
     """Decode projections of one expert. read: gives a tensor in its stored dtype; a shared one is read once."""
-    from hqconv.formats.source_matrix import decode_matrix
+    from hqconv.formats.encoding import decode_matrix
 
     read_once = functools.cache(read)
     matrices = {}
     for role in roles:
         parts, names = {}, {}
         for part, ref in layer.sources[expert][role].items():
-            tensor_slice = layer.parts[role][part]
+            tensor_slice = layer.slices[role][part]
             whole = read_once(ref)
             parts[part] = whole if tensor_slice.is_run else _cut(whole, tensor_slice.view)
             names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name

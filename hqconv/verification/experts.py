@@ -29,7 +29,7 @@ from hqconv.artifact.expert_reader import (
 from hqconv.artifact.reader import Artifact, Note
 from hqconv.conversion.encode import LayerEncoder, encode_expert
 from hqconv.errors import HqconvError
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.io.host_buffers import HostBuffers
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
 from hqconv.models.expert_bytes import RawExperts, RawLayout

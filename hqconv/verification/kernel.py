@@ -22,7 +22,7 @@ from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import HqconvError, first_few
-from hqconv.formats.source_matrix import SourceMatrix, resized
+from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.humming_ops.runtime import compiler_version
 from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.fused_moe import Gemm, compile_kernels, fused_moe, layer_config, load_gemm

@@ -115,7 +115,7 @@ def _check_stored(artifact: Artifact, reference: SourceReference, result: CheckR
         result.add(f"source: {name}", what, "in a model shard", found)
     for layer in artifact.layers:
         with suppress(VerificationError):  # a finding of the structure's check
-            for role, slices in artifact.moe_layer(layer).parts.items():
+            for role, slices in artifact.moe_layer(layer).slices.items():
                 weight = slices["weight"]
                 if not reference.is_projection(role, weight.template, weight.view.index):
                     where = f"{names.MANIFEST}: {layer}: source_parts: {role}"

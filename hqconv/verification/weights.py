@@ -302,7 +302,7 @@ def _working_bytes(artifact: Artifact, layer: MoeLayer) -> int:
     numbers = stored_size(layer.intermediate_size, schema) * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source_bytes = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
-    weights = [parts["weight"] for parts in layer.parts.values()]
+    weights = [parts["weight"] for parts in layer.slices.values()]
     is_unpacked = not layer.format.is_float
     if is_unpacked or any(part.is_stacked or not part.is_run for part in weights):
         source_bytes += 6

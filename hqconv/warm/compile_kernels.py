@@ -66,16 +66,30 @@ _LOG = logging.getLogger(__name__)
 def warm(
     out: str | Path,
     *,
-    gpu: str | None,
-    tp: int,
-    ep: int,
-    quantization: str | None,
-    moe_backend: str | None,
-    kernels: str | Path | None,
-    jobs: int | None,
-    announce: Callable[[str], None] | None,
+    gpu: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    quantization: str | None = None,
+    moe_backend: str | None = None,
+    kernels: str | Path | None = None,
+    jobs: int | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Compile the kernels that vLLM requests of Humming when it serves a model: see `hqconv.warm`."""
+    """Compile the kernels that vLLM requests of Humming when it serves a model. No GPU needed.
+
+    out: an artifact in the kernel layout, whose kernels go to a folder beside it; or any checkpoint that vLLM serves
+    with Humming by itself, a folder or a Hub repo, whose kernels go into Humming's cache (HUMMING_CACHE_DIR): vLLM must
+    be installed, and be the server's installation. No weights are read. gpu: the server's: a name such as h200 or l40s,
+    or a JSON file of facts; None: the one here. tp, ep, quantization, moe_backend: of the server of a checkpoint: TP
+    ranks, EP ranks and vLLM's options of these names; an artifact has its own. kernels: the folder of an artifact's;
+    None is `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about
+    the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and
+    VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
+
+    Returns a document: the folder, the GPU, and counts. Raises RequestError for other ranks than an artifact's, another
+    GPU than its target's, a checkpoint that vLLM does not serve with Humming, or without a compiler; VerificationError
+    of a damaged artifact; OutputError.
+    """
     started = time.monotonic()
     announce = announce or (lambda _: None)
     num_jobs = jobs or len(os.sched_getaffinity(0))

@@ -12,10 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, close_to
 from hqconv.kernel_layout.kernel_sources import current_device
 from hqconv.schemas.gpu_target import GPUS, gpu_named
-from hqconv.schemas.suggestions import close_to
 from hqconv.schemas.untrusted_files import read_json
 
 # Of an architecture: FP16 tensor core operations per SM and clock, threads per SM, bytes of shared memory that a block

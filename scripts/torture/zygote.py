@@ -18,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hqconv.cli.app
 import hqconv.cli.progress_bar
 import hqconv.cli.render
 import hqconv.planning.output_units
-from hqconv.cli import app, interrupt
+from hqconv.__main__ import MESSAGE, SIGNALS, listen
+from hqconv.__main__ import run as run_command
 from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
@@ -35,21 +37,22 @@ _LIMITS = {
 
 def _command(job: dict[str, Any], go: int) -> None:
     """Become the command; does not return."""
-    for number in interrupt.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         opened = os.open(f"{job['said']}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.argv = ["hqconv", *job["arguments"]]
-    interrupt.listen()
-    os.write(go, b"x")
-    _restrict(job)
     code = 1
     try:
-        app.main()
-    except SystemExit as end:
+        listen()
+        os.write(go, b"x")
+        _restrict(job)
+        code = run_command()
+    except SystemExit as end:  # a signal just before the command
         code = end.code if isinstance(end.code, int) else 0
+        print(MESSAGE, file=sys.stderr)
     finally:
         _unwatch(job)
         os._exit(code)

@@ -63,14 +63,13 @@ def test_the_text_names_nobody_and_holds_no_notice() -> None:
 def test_the_package_holds_the_text_and_its_licences() -> None:
     root = Path(make_builtin_text.__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["hqconv.calibration"] == [
-        "builtin.txt",
-        "builtin.md",
-    ]
+    names = project["tool"]["setuptools"]["package-data"]["hqconv.calibration"]
+    assert names == ["builtin.txt", "builtin.md"]
     assert "hqconv/calibration/builtin.md" in project["project"]["license-files"]
-    licences = BUILTIN_TEXT.with_suffix(".md").read_text("utf-8")
-    for source in make_builtin_text.SOURCES:
-        assert source.replace("-", " ") in licences.lower(), source
+    licences = BUILTIN_TEXT.with_suffix(".md").read_text("utf-8").lower()
+    assert not [
+        source for source in make_builtin_text.SOURCES if source.replace("-", " ") not in licences
+    ]
 
 
 TEMPLATE = (
@@ -84,21 +83,17 @@ def test_dialogues_are_in_the_chat_template_of_the_tokenizer(tmp_path: Path) -> 
     write_tokenizer(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = BUILTIN_TEXT.read_text("utf-8")
-    assert text_in_template([BUILTIN_TEXT], text, tokenizer) == text  # it has none
     tokenizer.chat_template = TEMPLATE
-    assert (
-        text_in_template([tmp_path / "builtin.txt"], text, tokenizer) == text
-    )  # a user's own file
-    found = text_in_template([BUILTIN_TEXT], text, tokenizer)
+    found = text_in_template(text, tokenizer)
     assert (
         "2026-01-01<|system|>You are a helpful assistant. Answer briefly.<|end|><|user|>Why is the sky blue"
         in found
     )
     tokenizer.bos_token, tokenizer.chat_template = "1", "{{ bos_token }}" + TEMPLATE
-    assert "12026-01-01<|" in text_in_template([BUILTIN_TEXT], text, tokenizer)
+    assert "12026-01-01<|" in text_in_template(text, tokenizer)
     start = TemplateProcessing(single="1 $A", special_tokens=[("1", 1)])
     tokenizer._tokenizer.post_processor = start  # now BOS stands before each sequence
-    assert text_in_template([BUILTIN_TEXT], text, tokenizer) == found
+    assert text_in_template(text, tokenizer) == found
     left = [one for one in found.split("\n\n\n") if one.startswith(("System: ", "User: "))]
     assert left
     assert all("\nTool: " in one for one in left)
@@ -115,5 +110,5 @@ def test_a_source_s_template_is_read(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "src")
     (tmp_path / "src/chat_template.jinja").write_text("{% for one in messages %}7 8 9 {% endfor %}")
     with open_source(tmp_path / "src") as source, folder_of(source) as folder:
-        words = read_text(transformers, folder, [BUILTIN_TEXT], 1 << 20)
+        words = read_text(transformers, folder, BUILTIN_TEXT, 1 << 20)
     assert any(words.ids[i : i + 3] == [7, 8, 9] for i in range(len(words.ids)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import hqconv
 from hqconv.calibration import inputs
-from hqconv.calibration.inputs import LayerInputs, expert_inputs
+from hqconv.calibration.gptq import InputProducts
+from hqconv.calibration.inputs import ExpertActivations, expert_inputs
 from hqconv.errors import InputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
 from tests.make.families import moe_layers, save_family
 from tests.make.tokenizer import write_tokenizer
@@ -25,7 +25,21 @@ IDS = [3 + i * 7 % 60 for i in range(96)]
 CONTEXT = 16
 CPU = torch.device("cpu")
 LIMIT = (1 << 33, "--max-memory")
-Rows = list[tuple[int, int, float, torch.Tensor]]  # token, expert, weight, x
+
+
+@dataclass
+class Uses:
+    """Every use of a layer's experts: token, expert, weight [R], x [R, H]; the states after the layer [T, …]."""
+
+    token: torch.Tensor
+    expert: torch.Tensor
+    weight: torch.Tensor
+    x: torch.Tensor
+    states: torch.Tensor
+
+    def of(self, mask: torch.Tensor) -> Uses:
+        parts = (part[mask] for part in (self.token, self.expert, self.weight, self.x))
+        return Uses(*parts, self.states)
 
 
 def write(folder: Path, family: str, **options: Any) -> Any:
@@ -41,79 +55,71 @@ def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
         "context_length": CONTEXT,
         "device": CPU,
         "limit": LIMIT,
-        "num_kept": 1,
+        "num_layers": 1,
     }
-    return expert_inputs(source, [folder / "text"], **{**values, **options})
+    return expert_inputs(source, folder / "text", **{**values, **options})
 
 
-def rows_of(model: nn.Module, states: dict[int, list[torch.Tensor]] | None = None) -> list[Rows]:
-    """Of each layer, every use of an expert: by a hook on the whole model, sequence by sequence.
+def uses_of(model: nn.Module) -> list[Uses]:
+    """The uses of each layer's experts: by hooks on the whole model, sequence by sequence."""
+    found = []
+    for _, path, module in moe_layers(model):
+        calls: list[list[torch.Tensor]] = []
+        states: list[torch.Tensor] = []
 
-    states: gets the hidden states after each of these layers.
-    """
-    found: list[Rows] = []
-    for number, (_, path, _) in enumerate(moe_layers(model)) if states is not None else ():
-        decoder_layer = model.get_submodule(re.sub(r"(\.\d+)\..*", r"\1", path))
-
-        def leave(_: nn.Module, __: Any, out: Any, number: int = number) -> None:
-            hidden = out if isinstance(out, torch.Tensor) else out[0]
-            states.setdefault(number, []).extend(hidden.double().flatten(0, 1))
-
-        decoder_layer.register_forward_hook(leave)
-    for _, _, module in moe_layers(model):
-        rows: Rows = []
-        found.append(rows)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], rows: Rows = rows) -> None:
-            x, begin = args[0].detach().double(), len({token for token, *_ in rows})
+        def enter(module: Any, args: tuple[Any, ...], calls: Any = calls) -> None:
+            x = args[0].double()
             if len(args) == 1:  # llama4: every expert gets all tokens, times their weights
                 each = x.view(module.num_experts, -1, x.size(1))
-                uses = [
-                    (t, e, 1.0, each[e, t]) for t in range(each.size(1)) for e in range(len(each))
-                ]
-                rows += [(begin + t, e, p, row) for t, e, p, row in uses if bool(row.any())]
-                return
-            for token, (experts, weights) in enumerate(
-                zip(args[1].tolist(), args[2].tolist(), strict=True)
-            ):
-                rows += [
-                    (begin + token, e, p, x[token]) for e, p in zip(experts, weights, strict=True)
-                ]
+                expert, token = each.any(2).nonzero(as_tuple=True)
+                x, weight = each[expert, token], torch.ones(len(token), dtype=torch.float64)
+            else:
+                token = torch.arange(len(x)).repeat_interleave(args[1].size(1))
+                x, expert, weight = x[token], args[1].flatten(), args[2].double().flatten()
+            calls.append([token + CONTEXT * len(calls), expert, weight, x])
+
+        def leave(_: Any, __: Any, out: Any, states: Any = states) -> None:
+            hidden = out if isinstance(out, torch.Tensor) else out[0]
+            states.append(hidden.double().flatten(0, 1))
 
         module.register_forward_pre_hook(enter)
+        decoder_layer = model.get_submodule(re.sub(r"(\.\d+)\..*", r"\1", path))
+        decoder_layer.register_forward_hook(leave)
+        found.append((calls, states))
     for begin in range(0, len(IDS), CONTEXT):
         with torch.no_grad():
             model(input_ids=torch.tensor([IDS[begin : begin + CONTEXT]]), use_cache=False)
-    return found
+    return [
+        Uses(*map(torch.cat, zip(*calls, strict=True)), torch.cat(states))
+        for calls, states in found
+    ]
 
 
-def is_held_back(token: int) -> bool:
+def is_validation(token: torch.Tensor) -> torch.Tensor:
     return token // CONTEXT % 4 == 3
 
 
-def sum_of(rows: list[tuple[float, torch.Tensor]], size: int) -> torch.Tensor:
-    total = torch.zeros(size, size, dtype=torch.float64)
-    for weight, x in rows:
-        total += weight**2 * torch.outer(x, x)
-    return total
+def products(uses: Uses, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    scaled = (x if y is None else y) * uses.weight.square().unsqueeze(1)
+    return scaled.t() @ x
 
 
 def expert_values(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
     found = {}
-    for role, one in source.read_expert(layer, expert, layer.roles, CPU).items():
-        found[role] = one.values().double()
-        if one.bias is not None:
-            found[f"b{role[1:]}"] = one.bias.double()
+    for role, matrix in source.read_expert(layer, expert, layer.roles, CPU).items():
+        found[role] = matrix.values().double()
+        if matrix.bias is not None:
+            found[f"b{role[1:]}"] = matrix.bias.double()
     return found
 
 
 def hidden_of(name: str, values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """What w2 is given, by the formulas of the families' publishers."""
-    up = values["w3"] @ x + values.get("b3", 0.0)
+    up = x @ values["w3"].t() + values.get("b3", 0.0)
     if "w1" not in values:
         assert name == "relu2"
         return up.clamp_min(0) ** 2
-    gate = values["w1"] @ x + values.get("b1", 0.0)
+    gate = x @ values["w1"].t() + values.get("b1", 0.0)
     if name == "swigluoai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
@@ -127,6 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {},
     "qwen2_moe": {},
     "deepseek_v3": {"head_dim": 8},
+    "deepseek_v4": {},
     "longcat_flash": {"head_dim": 8},
 }
 
@@ -138,131 +145,64 @@ def test_products_are_sums_over_the_tokens_of_the_whole_model(
     """In passes of two sequences, and sums of seven tokens at a time."""
     monkeypatch.setattr(inputs, "_PASS_TOKENS", 2 * CONTEXT)
     monkeypatch.setattr(inputs, "_ROWS", 7)
-    model, states = write(tmp_path, family, **FAMILIES[family]), dict[int, list[torch.Tensor]]()
-    expected = rows_of(
-        type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval(), states
-    )
+    model = write(tmp_path, family, **FAMILIES[family])
+    whole = type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval()
     with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
         layers = source.map_experts().layers
         for layer in layers:
             of_experts.expect(layer, 1)
-        for number, (layer, rows) in enumerate(zip(layers, expected, strict=True)):
+        for layer, uses in zip(layers, uses_of(whole), strict=True):
             found = of_experts.of(layer)
             assert found is not None
-            real = [one for one in rows if one[1] < layer.num_experts]
-            check_hidden(found, layer, real)
-            check_intermediate(found, source, layer, real)
-            check_output_errors(found, source, layer, real, states[number])
+            uses = uses.of(uses.expert < layer.num_experts)
+            for part, mask in parts(found.hidden_products, uses):
+                assert_near(part[0], products(uses.of(mask), uses.x[mask]))
+            check_experts(found, source, layer, uses)
 
 
-def check_output_errors(
-    found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows, states: list[torch.Tensor]
-) -> None:
-    """With other weights of w13, and of w2: token by token, relative to the hidden state after the layer."""
-    name = layer.activation.name
-    for expert in range(layer.num_experts):
-        own = expert_values(source, layer, expert)
-        other = {
-            role: value + 0.1 * value.flip(0) if role[0] == "w" else value
-            for role, value in own.items()
-        }
-        changed = [
-            own | {role: one for role, one in other.items() if (role == "w2") == is_w2}
-            for is_w2 in (0, 1)
-        ]
-        expected = torch.zeros(2, dtype=torch.float64)
-        for token, chosen, weight, x in rows:
-            if chosen == expert:
-                outputs = [of["w2"] @ hidden_of(name, of, x) for of in (own, *changed)]
-                each = [(weight**2 * (one - outputs[0]).square().sum()) for one in outputs[1:]]
-                expected += torch.stack(each) / states[token].square().sum()
-        floats = [{role: value.float() for role, value in of.items()} for of in (own, other)]
-        torch.testing.assert_close(
-            found.output_errors(expert, *floats, layer.activation), expected, rtol=1e-3, atol=1e-12
-        )
+def parts(found: InputProducts, uses: Uses) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Products over most tokens and over validation tokens, with masks of their uses."""
+    mask = is_validation(uses.token)
+    return [(found.fit, ~mask), (found.validation, mask)]
 
 
-def test_a_rotated_conversion_loses_less_of_the_outputs(tmp_path: Path) -> None:
-    """The whole way from a text to decoded weights, against products of the inputs as they are, in float64."""
-    model = write(tmp_path, "mixtral")
-    expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval())
-    schema = WeightSchema("r", "uint3", weight_scale_group_size=32, hadamard_block_size=32)
-    options = {
-        "calibrate": str(tmp_path / "text"),
-        "calibrate_tokens": len(IDS),
-        "calibrate_context": CONTEXT,
-    }
-    for name, more in (("rtn", {}), ("calibrated", options)):
-        hqconv.convert(
-            tmp_path / "src", tmp_path / name, schema=schema, target="sm90", device="cpu", **more
-        )
-    assert hqconv.verify(
-        tmp_path / "calibrated", source=tmp_path / "src", checks=["weights"]
-    ).passed
-    with open_source(tmp_path / "src") as source:
-        for layer, rows in zip(source.map_experts().layers, expected, strict=True):
-            found = {
-                name: hqconv.dequantize(tmp_path / name, layer=layer.name)
-                for name in ("rtn", "calibrated")
-            }
-            for expert in range(layer.num_experts):
-                own = expert_values(source, layer, expert)
-                uses = [(p, x) for _, chosen, p, x in rows if chosen == expert]
-                hidden = [(p, hidden_of(layer.activation.name, own, x)) for p, x in uses]
-                h13 = sum_of([(p, x) for _, _, p, x in rows], layer.hidden_size)
-                for role, h in (
-                    ("w1", h13),
-                    ("w3", h13),
-                    ("w2", sum_of(hidden, layer.intermediate_size)),
-                ):
-                    errors = {
-                        name: one[role][expert].double() - own[role] for name, one in found.items()
-                    }
-                    lost = {
-                        name: float(torch.einsum("ij,jk,ik", e, h, e)) for name, e in errors.items()
-                    }
-                    assert lost["calibrated"] < 0.5 * lost["rtn"], (role, expert, lost)
-
-
-def check_hidden(found: LayerInputs, layer: MoeLayer, rows: Rows) -> None:
-    for products, held in ((found.of_hidden.fit, False), (found.of_hidden.held, True)):
-        expected = sum_of(
-            [(p, x) for token, _, p, x in rows if is_held_back(token) == held], layer.hidden_size
-        )
-        assert_near(products[0], expected)
-
-
-def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows) -> None:
-    """With the source's w13 before w2, and with other weights there."""
+def check_experts(found: ExpertActivations, source: Source, layer: MoeLayer, uses: Uses) -> None:
+    """Products with the source's w13 before w2 and with other weights there, and the errors of other weights."""
     each = [expert_values(source, layer, expert) for expert in range(layer.num_experts)]
-    values = {role: torch.stack([one[role] for one in each]).float() for role in each[0]}
-    others = {
-        role: 0.8 * values[role] + 0.2 * values[role].roll(1, 1)
-        for role in ("w1", "w3")
-        if role in values
-    }
-    plain = found.of_intermediate(range(layer.num_experts), values, layer.activation)
-    changed = found.of_intermediate(range(layer.num_experts), values, layer.activation, others)
-    assert plain.drifts is None
-    assert changed.drifts is not None
+    weights = {name: torch.stack([one[name] for one in each]).float() for name in each[0]}
+    changed = {n: 0.8 * w + 0.2 * w.roll(1, 1) for n, w in weights.items() if n in ("w1", "w3")}
+    experts, activation = range(layer.num_experts), layer.activation
+    plain = found.intermediate_products(experts, weights, activation)
+    drifting = found.intermediate_products(experts, weights, activation, changed)
+    assert plain.fit_drift is None
+    drifts = [drifting.fit_drift, drifting.validation_drift]
     for expert, own in enumerate(each):
-        other = own | {role: one[expert].double() for role, one in others.items()}
-        for number, is_held in enumerate((False, True)):
-            uses = [
-                (p, *(hidden_of(layer.activation.name, weights, x) for weights in (own, other)))
-                for token, chosen, p, x in rows
-                if chosen == expert and is_held_back(token) == is_held
+        other = own | {name: stack[expert].double() for name, stack in changed.items()}
+        for sums, values in ((plain, own), (drifting, other)):
+            for number, (part, mask) in enumerate(parts(sums, uses)):
+                seen = uses.of(mask & (uses.expert == expert))
+                h, x = (hidden_of(activation.name, one, seen.x) for one in (own, values))
+                share = len(x) / (len(x) + 64)  # of few tokens more is taken from the diagonal
+                expected = products(seen, x)
+                diagonal = expected.diagonal() if len(x) else torch.ones(len(expected))
+                assert_near(part[expert], share * expected + (1 - share) * torch.diag(diagonal))
+                drift = drifts[number]
+                assert drift is not None
+                if values is other:
+                    assert_near(drift[expert], share * products(seen, x, h - x))
+        other["w2"] = own["w2"] + 0.1 * own["w2"].flip(0)
+        seen = uses.of(uses.expert == expert)
+        power = seen.states[seen.token].flatten(1).square().sum(1)
+        expected = torch.zeros(2, dtype=torch.float64)
+        for number, values in enumerate(({**other, "w2": own["w2"]}, {**own, "w2": other["w2"]})):
+            outputs = [
+                hidden_of(activation.name, one, seen.x) @ one["w2"].t() for one in (own, values)
             ]
-            share = len(uses) / (len(uses) + 64)  # of few tokens more is taken from the diagonal
-            for products, y in ((plain, 1), (changed, 2)):
-                expected = sum_of([(use[0], use[y]) for use in uses], layer.intermediate_size)
-                blended = share * expected + (1 - share) * torch.diag(expected.diagonal())
-                one = (products.fit, products.held)[number][expert]
-                assert_near(one, blended if uses else torch.eye(len(expected), dtype=torch.float64))
-            drift = sum(
-                (p**2 * torch.outer(h - x, x) for p, h, x in uses), torch.zeros_like(expected)
-            )
-            assert_near(changed.drifts[number][expert], share * drift)
+            error = (outputs[1] - outputs[0]).square().sum(1)
+            expected[number] = (error * seen.weight.square() / power).sum()
+        floats = [{name: value.float() for name, value in one.items()} for one in (own, other)]
+        errors = found.output_errors(expert, *floats, activation)
+        torch.testing.assert_close(errors, expected, rtol=1e-3, atol=1e-12)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -302,10 +242,4 @@ def test_weights_and_hidden_states_that_are_not_finite_are_refused(tmp_path: Pat
         model.get_parameter("model.layers.0.self_attn.o_proj.weight").fill_(3e38)
     model.save_pretrained(tmp_path / "src", max_shard_size="200KB")
     with pytest.raises(RequestError, match="hidden states become NaN"):
-        run_through(tmp_path)
-
-
-def test_a_model_with_two_decoders_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "diffusion_gemma")
-    with pytest.raises(RequestError, match="several modules of routed experts"):
         run_through(tmp_path)

@@ -17,13 +17,12 @@ import pytest
 
 from hqconv import errors
 from hqconv.conversion import convert as conversion
-from tests.make import processes
 from tests.make.command import call
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import environment
 
-SIGNALS = {130: "INT", 143: "TERM", 129: "HUP"}
+SIGNALS = (130, 143, 129)  # tests/cli/test_interrupt.py
 OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
 
 
@@ -41,19 +40,15 @@ def done(place: Place) -> int:
 
 
 def not_verified(place: Place) -> int:
-    out = place[2] / "out"
-    assert done(place) == 0
+    out = shutil.copytree(place[1], place[2] / "out")
     with next(out.glob("*.safetensors")).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
-    result = call("verify", out, "--device", "cpu")
-    assert "FAIL" in result.stdout
-    return int(result.exit_code)
+    return int(call("verify", out, "--device", "cpu").exit_code)
 
 
 def cut_off(place: Place) -> int:
-    source = place[2] / "model"
-    write_qwen3_moe(source)
+    source = write_qwen3_moe(place[2] / "model")
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(data[:-1])
     return converted(source, place[2] / "out")
@@ -75,18 +70,6 @@ def our_bug(place: Place) -> int:
     return done(place)
 
 
-def signalled(number: int) -> Callable[[Place], int]:
-    def stop(_: Place) -> int:
-        code = "import os, signal, time\nfrom hqconv.cli import interrupt\nfor n in (1, 2, 15):\n"
-        code += "    signal.signal(n, signal.SIG_DFL)\ninterrupt.listen()\n"
-        code += f"os.kill(os.getpid(), signal.SIG{SIGNALS[number]})\ntime.sleep(60)"
-        return processes.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
-        ).returncode
-
-    return stop
-
-
 WAYS: dict[int, Callable[[Place], int]] = {
     0: done,
     1: not_verified,
@@ -95,7 +78,6 @@ WAYS: dict[int, Callable[[Place], int]] = {
     4: lambda place: converted(place[0], place[1]),
     5: no_network,
     70: our_bug,
-    **{number: signalled(number) for number in SIGNALS},
 }
 
 
@@ -108,31 +90,21 @@ def test_exit_codes(
 
 def test_the_table_of_the_documents_is_this_one() -> None:
     text = (REPO / "docs/usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
-    assert [int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)] == [*WAYS]
-    kinds = (
-        errors.VerificationError,
-        errors.RequestError,
-        errors.InputError,
-        errors.OutputError,
-        errors.NetworkError,
-    )
-    assert [kind.exit_code for kind in kinds] == [1, 2, 3, 4, 5]
+    codes = [int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)]
+    assert codes == [*WAYS, *SIGNALS]
 
 
 # --- what becomes of stdout --------------------------------------------------------------------------------
 
 # A name that no ASCII terminal knows is in the summary: that of the output.
 STREAMS = {
-    "ascii": ("", {"PYTHONIOENCODING": "ascii"}),
-    "ascii, strictly": ("", {"PYTHONIOENCODING": "ascii:strict"}),
+    "ascii": ("", {"PYTHONIOENCODING": "ascii:strict"}),
     "the C locale": ("", {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
     "closed": (">&-", {}),
-    "stderr closed": ("2>&-", {}),
     "all closed": ("<&- >&- 2>&-", {}),
     "full": (">/dev/full", {}),
-    "nobody reads": ("| true", {}),
+    "nobody reads": ("2>&1 | true", {}),
     "nobody reads JSON": ("--json | true", {}),
-    "nobody reads either": ("2>&1 | true", {}),
 }
 
 
@@ -140,13 +112,12 @@ STREAMS = {
 DONE = """
 import json, sys, types
 from hqconv import api
-from hqconv.cli import app
-words = json.loads(sys.argv.pop(1))
-words["out"] = sys.argv[4]
+document = json.loads(sys.argv.pop(1))
+document["out"] = sys.argv[4]
 report = types.SimpleNamespace(
-    to_dict=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={}, is_complete=True, over_max_kl=False
+    to_dict=lambda: document, warnings=["The gr\\u00f6\\u00dfe of it."], is_complete=True, errors={}, evaluation=None
 )
-api.convert = lambda **_: report
+api.convert = lambda *_, **__: report
 from hqconv.__main__ import main
 main()
 """
@@ -167,86 +138,56 @@ def in_shell(*words: str, more: str, **variables: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summary: str) -> None:
     more, variables = STREAMS[stream]
-    done = in_shell(
-        "-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS, more=more, **variables
-    )
+    command = ("-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS)
+    done = in_shell(*command, more=more, **variables)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     if more == "":
-        assert stream == "the C locale" or b"\\u2192" in done.stdout
-        assert b"model.layers.1" in done.stdout or b"quantized (2 layers)" in done.stdout
+        assert b"quantized (2 layers)" in done.stdout
     if stream == "full":
         assert b"warning: The report could not be written to stdout: " in done.stderr
 
 
-@pytest.mark.parametrize("more", ["", "2>&1 | true", "2>&-", "2>/dev/full"])
-def test_a_wrong_command_line_is_2_whoever_reads(more: str) -> None:
-    done = in_shell("-m", "hqconv", "convert", "--nonsense", more=more)
-    assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
-
-
-FAILURES = (
-    BrokenPipeError(32, "Broken pipe"),
-    OSError(28, "No space left on device"),
-    OSError(5, "EIO"),
-)
-
-
-@pytest.mark.parametrize("error", FAILURES, ids=str)
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "EIO")], ids=str)
 def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `verify`, `check` and `warm`; what only shows has failed if it cannot."""
+    """What only shows has failed if it cannot."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    class Report:
-        passed = False
-
-        def to_dict(self) -> dict[str, Any]:
-            return {}
-
     monkeypatch.setattr("hqconv.cli.render.show", fail)
-    monkeypatch.setattr("hqconv.api.verify", lambda *_, **__: Report())
-    monkeypatch.setattr("hqconv.api.warm", lambda **_: {})
-    monkeypatch.setattr("hqconv.api.check", lambda **_: {"passed": Report.passed})
-    assert call("verify", "out").exit_code == 1
-    assert call("check", "out").exit_code == 1
-    assert call("warm", "out").exit_code == 0
-    Report.passed = True
-    assert call("verify", "out").exit_code == 0
-    assert call("check", "out").exit_code == 0
+    for passed in (True, False):
+        monkeypatch.setattr("hqconv.api.check", lambda *_, passed=passed, **__: {"passed": passed})
+        assert call("check", "out").exit_code == (0 if passed else 1)
     assert call("schemas").exit_code == (0 if isinstance(error, BrokenPipeError) else 4)
 
 
-# stdout, and the exit code of a command that only prints. A reader that goes away has seen enough: `| head -1`.
-PRINTED = {">&-": 4, ">/dev/full": 4, "| true": 0, "| head -1": 0}
-
-
 @pytest.mark.parametrize(
-    ("arguments", "more"),
+    ("arguments", "more", "code"),
     [
-        *(("inspect {model}", more) for more in PRINTED),
-        *(
-            ("schemas --json", "| head -1"),
-            ("verify --help", ">/dev/full"),
-            ("--version", ">&-"),
-            ("", ">/dev/full"),
-        ),
+        ("inspect {model}", ">/dev/full", 4),
+        ("verify --help", ">/dev/full", 4),
+        ("inspect {model}", ">&-", 0),
+        ("inspect {model}", "| true", 0),  # a reader that goes away has seen enough
+        ("schemas --json", "| head -1", 0),
+        ("inspect {damaged}", "| true", 1),
+        ("convert --nonsense", "2>&1 | true", 2),
+        ("convert --nonsense", "2>&-", 2),
+        ("convert --nonsense", "2>/dev/full", 2),
     ],
 )
-def test_what_only_prints(arguments: str, more: str, model: Path) -> None:
-    done = in_shell("-m", "hqconv", *arguments.format(model=model).split(), more=more)
-    assert (done.returncode, b"Traceback" in done.stderr) == (PRINTED[more], False), done.stderr
-    assert bool(done.stderr) == bool(PRINTED[more])
-
-
-def test_a_verdict_stays_where_nobody_reads_on(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made, tmp_path / "out")
-    (tmp_path / "out" / "tokenizer.json").unlink()
-    assert in_shell("-m", "hqconv", "inspect", str(tmp_path / "out"), more="| true").returncode == 1
+def test_what_only_prints(
+    arguments: str, more: str, code: int, model: Path, made: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(made, tmp_path / "out")
+    (damaged / "tokenizer.json").unlink()
+    command = arguments.format(model=model, damaged=damaged).split()
+    done = in_shell("-m", "hqconv", *command, more=more)
+    assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr
+    assert bool(done.stderr) == (code == 4)
 
 
 # --- what the system refuses -------------------------------------------------------------------------------
@@ -257,12 +198,11 @@ def test_a_source_that_cannot_be_looked_at_is_the_sources_fault(
 ) -> None:
     real = os.stat
 
-    def stat(path: Any, **words: Any) -> os.stat_result:
+    def stat(path: Any, **options: Any) -> os.stat_result:
         if os.fspath(path) == str(model):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real(path, **words)
+        return real(path, **options)
 
     monkeypatch.setattr(os, "stat", stat)
     result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
-    assert result.exit_code == 3, result.stderr
-    assert "cannot be read" in result.stderr
+    assert (result.exit_code, "cannot be read" in result.stderr) == (3, True), result.stderr

@@ -5,163 +5,55 @@ Scripts of users depend on this table. An option may be added. A name or a defau
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
 
 from hqconv.cli.app import app
 
-REQUIRED = "required"
-SHARED = {"--json": False, "--quiet -q": False, "--verbose -v": False, "--log-file": None}
-FETCHED = {"--cache-limit": None, "--keep-source": False}
-WORK = {"--device": "auto", "--max-memory": "4GiB", "--threads": None}
-
-CONVERT: dict[str, Any] = {
-    "SRC": REQUIRED,
-    "--out -o": None,
-    "--config": None,
-    "--schema": None,
-    "--input-schema": "a16",
-    "--quantizer": "rtn",
-    "--calibrate": None,
-    "--calibrate-tokens": 65536,
-    "--calibrate-context": 2048,
-    "--round-scales": False,
-    "--allow-unserved": False,
-    "--layout": "kernel",
-    "--target": None,
-    "--cuda": None,
-    "--dtype": None,
-    "--tp": 1,
-    "--tp-split": "even",
-    "--ep": 1,
-    "--expert-placement": "linear",
-    "--redundant-experts": 0,
-    "--revision": None,
-    **FETCHED,
-    "--max-gpu-memory": None,
-    "--part": None,
-    "--resume": False,
-    "--overwrite": False,
-    "--update": False,
-    "--source-digests": False,
-    "--max-error": None,
-    "--evaluate": None,
-    "--max-kl": None,
-    "--dry-run": False,
-    "--profile": None,
-    **WORK,
-    **SHARED,
-}
-ONLY_CONVERT = ("--part", "--resume", "--overwrite", "--update", "--dry-run", "--profile")
-COMMANDS: dict[str, dict[str, Any]] = {
-    "convert": CONVERT,
-    "allocate": {
-        "SRC": REQUIRED,
-        "--out -o": None,
-        "--size": None,
-        "--bits": None,
-        "--candidates": None,
-        "--input-schema": "a16",
-        "--calibrate": None,
-        "--calibrate-tokens": 65536,
-        "--calibrate-context": 2048,
-        "--round-scales": False,
-        "--target": None,
-        "--cuda": None,
-        "--dtype": None,
-        "--tp": 1,
-        "--tp-split": "even",
-        "--ep": 1,
-        "--expert-placement": "linear",
-        "--redundant-experts": 0,
-        "--revision": None,
-        "--max-gpu-memory": None,
-        **WORK,
-        **SHARED,
-    },
-    "verify": {
-        "OUT": REQUIRED,
-        "--source": None,
-        "--revision": None,
-        "--checks": None,
-        "--layers": None,
-        "--tokens": "1,17,256",
-        "--max-error": None,
-        "--report": None,
-        **FETCHED,
-        **WORK,
-        **SHARED,
-    },
-    "report": {"OUT": REQUIRED, "--out -o": None, **SHARED},
-    "warm": {
-        "OUT": REQUIRED,
-        "--gpu": None,
-        "--tp": 1,
-        "--ep": 1,
-        "--quantization": None,
-        "--moe-backend": None,
-        "--kernels": None,
-        "--jobs": None,
-        **SHARED,
-    },
-    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
-    "publish": {
-        "SRC": REQUIRED,
-        "ORG/NAME": REQUIRED,
-        **{
-            name: default for name, default in CONVERT.items() if name not in ("SRC", *ONLY_CONVERT)
-        },
-        "--checks": None,
-        "--private": False,
-        "--branch": None,
-        **SHARED,
-    },
-    "evaluate": {
-        "OUT": REQUIRED,
-        "--source": REQUIRED,
-        "--text": REQUIRED,
-        "--tokens": 16384,
-        "--context": 512,
-        "--compute-dtype": "float32",
-        "--device": "auto",
-        "--max-memory": "4GiB",
-        "--threads": None,
-        "--revision": None,
-        **SHARED,
-    },
-    "check": {
-        "CKPT": REQUIRED,
-        "--against": None,
-        "--layers": None,
-        "--sample": None,
-        "--max-memory": "4GiB",
-        "--threads": None,
-        "--revision": None,
-        **FETCHED,
-        **SHARED,
-    },
-    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
-    "schemas": {"--recipes": False, "--for": None, **SHARED},
+SHARED = "--json --quiet/-q --verbose/-v --log-file"
+WORK = "--device=auto --max-memory=4GiB --threads"
+HUB = "--cache-limit --keep-source"
+GRID = "--tp=1 --tp-split=even --ep=1 --expert-placement=linear --redundant-experts"
+CALIBRATION = "--calibrate --calibrate-tokens=65536 --calibrate-context=2048"
+ALLOCATED = f"--input-schema=a16 --round-scales --target --cuda --dtype --max-gpu-memory {GRID} {CALIBRATION}"
+CONVERTED = f"--schema --quantizer=rtn --allow-unserved --layout=kernel --config --source-digests {ALLOCATED}"
+LIMITS = "--max-error --evaluate --max-kl"
+COMMANDS = {
+    "convert": f"SRC --out/-o --revision {CONVERTED} {LIMITS} --part --resume --overwrite --update --dry-run --profile "
+    f"{WORK} {HUB}",
+    "allocate": f"SRC --out/-o --size --bits --candidates --revision {ALLOCATED} {WORK}",
+    "verify": f"OUT --source --revision --checks --layers --tokens=1,17,256 --max-error --report {WORK} {HUB}",
+    "report": "OUT --out/-o",
+    "warm": "OUT --gpu --tp=1 --ep=1 --quantization --moe-backend --kernels --jobs",
+    "push": "OUT ORG/NAME --private --branch=main",
+    "publish": f"SRC ORG/NAME --out/-o --revision {CONVERTED} {LIMITS} --checks --private --branch=main {WORK} {HUB}",
+    "evaluate": "OUT --source --text --tokens=16384 --context=512 --compute-dtype=float32 --revision "
+    f"{WORK}",
+    "check": f"CKPT --against --layers --sample=all --revision {HUB} --max-memory=4GiB --threads",
+    "inspect": "SRC|OUT --revision",
+    "schemas": "--recipes --for",
 }
 
 
-def options_of(command: Any) -> dict[str, Any]:
-    """Flags (or the metavar of an argument) → default value."""
-    return {
-        " ".join(param.opts) if param.param_type_name == "option" else param.metavar: REQUIRED
-        if param.required
-        else param.default
-        for param in command.params
-    }
+def shown(param: Any) -> str:
+    """Flags (or the metavar of an argument), and a default that is no text."""
+    if param.param_type_name != "option":
+        return str(param.metavar)
+    default = re.search(r"\[default: ([\w,]+)\]$", param.help or "")
+    value = param.default or (default and default[1])
+    return "/".join(param.opts) + (f"={value}" if value else "")
 
 
 def test_commands_options_and_defaults() -> None:
     group: Any = typer.main.get_command(app)
-    assert {name: options_of(command) for name, command in group.commands.items()} == COMMANDS
-    assert not [
-        param.name
-        for command in group.commands.values()
-        for param in command.params
-        if not param.help
-    ]
+    assert group.commands.keys() == COMMANDS.keys()
+    for name, command in group.commands.items():
+        params = command.params
+        assert {shown(param) for param in params} == {*COMMANDS[name].split(), *SHARED.split()}, (
+            name
+        )
+        assert all(param.help for param in params)
+    required = [param.name for param in group.commands["evaluate"].params if param.required]
+    assert required == ["out", "source", "text"]

@@ -134,7 +134,7 @@ def test_a_shard_that_changes_while_a_layer_is_made_of_it(
     index = json.loads((src / "model.safetensors.index.json").read_text())["weight_map"]
     path, out = src / index[f"{LAYER}.0.gate_proj.weight"], tmp_path / "out"
     with pytest.raises(InputError, match="changed") as caught:
-        run(src, out, "mxfp4", progress=when(lambda at: at.group == LAYER, lambda: change(path)))
+        run(src, out, "mxfp4", progress=when(lambda at: at.unit == LAYER, lambda: change(path)))
     assert_noticed(caught, path, out)
     groups = [json.loads(line).get("unit") for line in (out / JOURNAL).read_text().splitlines()]
     assert LAYER not in groups
@@ -144,11 +144,11 @@ def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(
     src: Path, tmp_path: Path
 ) -> None:
     out, path = tmp_path / "out", src / "tokenizer.json"
-    change = when(lambda at: at.num_groups_done == 1, lambda: path.write_text('{"new": 1}'))
+    change = when(lambda at: at.num_units_done == 1, lambda: path.write_text('{"new": 1}'))
     with pytest.raises(InputError, match=r"changed since(.|\n)*--resume"):
         run(src, out, "mxfp4", progress=change)
     summary = run(src, out, "mxfp4", resume=True)
-    assert summary.num_groups_resumed > 0
+    assert summary.num_units_resumed > 0
     assert (out / "tokenizer.json").read_text() == '{"new": 1}'
 
 

@@ -562,9 +562,9 @@ def test_every_group_is_reported_and_every_byte_counted(model: ModelOf, tmp_path
     assert {one.total_bytes for one in told} == {total}
     assert {(one.num_groups, one.resumed_bytes) for one in told} == {(3, 0)}
     assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
-    assert (told[-1].done_bytes, told[-1].num_groups_done) == (total, 3)
+    assert (told[-1].done_bytes, told[-1].num_units_done) == (total, 3)
     finished = [
-        one.group for before, one in pairwise(told) if one.num_groups_done > before.num_groups_done
+        one.unit for before, one in pairwise(told) if one.num_units_done > before.num_units_done
     ]
     assert sorted(finished) == [
         *(f"model.layers.{i}.mlp.experts" for i in range(2)),

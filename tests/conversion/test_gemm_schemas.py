@@ -221,7 +221,8 @@ def test_shorthand_and_recipes_of_gemms(model: Path, tmp_path: Path) -> None:
     (tmp_path / "own+4.toml").write_text('b_dtype = "uint4"\nweight_scale_group_size = 64\n')
     text = (
         'schema = "int3-g64+own+4.toml"\n[[override]]\nlayers = "0"\nw2.schema = "int8"\n'
-        '[layers."0-1".w13]\nschema = "int5-g64"\n[layers.1]\nschema = "mxfp4"\nw2.schema = "int4-g32"\n'
+        '[[override]]\nlayers = "0-1"\nw13.schema = "int5-g64"\n'
+        '[[override]]\nlayers = "1"\nschema = "mxfp4"\nw2.schema = "int4-g32"\n'
     )
     recipe = tmp_path / "r.toml"
     recipe.write_text(text.replace("own+4", "own4"))
@@ -254,21 +255,21 @@ def test_what_is_no_pair(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "expected"),
+    ("override", "expected"),
     [
-        ('[layers."0".w2]\nschema = "none"', "cannot be left alone"),
-        ('[layers."0"]\nschema = "none"\nw2.schema = "int4"', "cannot be left alone"),
-        ('[layers."0".w2]\nschema = "int4"\ninput_schema = "fp8"', "and nothing else"),
-        ('[layers."0".w3]\nschema = "int4"', "w3"),
-        ("layers = 3", "no tables"),
-        ('[layers."0".w2]\nschema = "source"', "by name"),
-        ('[[override]]\nlayers = "0"\nw2 = "int4"', "w2.schema"),
+        ('w2.schema = "none"', "no schema named 'none'"),
+        ('schema = "none"\nw2.schema = "int4"', "no schema named 'none'"),
+        ('w2.schema = "int4"\nw2.input_schema = "fp8"', "w2.input_schema"),
+        ('w3.schema = "int4"', "w3"),
+        ('w2.schema = "source"', "by name"),
+        ('w2 = "int4"', "w2.schema"),
     ],
 )
 def test_what_is_no_schema_of_a_gemm(
-    section: str, expected: str, model: Path, tmp_path: Path
+    override: str, expected: str, model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "r.toml").write_text(f'schema = "mxfp4"\n{section}\n')
+    text = f'schema = "mxfp4"\n[[override]]\nlayers = "0"\n{override}\n'
+    (tmp_path / "r.toml").write_text(text)
     with pytest.raises(RequestError) as error:
         hqconv.plan(model, config=tmp_path / "r.toml", target="sm90")
     assert expected in str(error.value)

@@ -10,7 +10,7 @@ import torch
 
 import hqconv
 from hqconv.conversion import resources
-from hqconv.conversion.resources import gpu_working_bytes
+from hqconv.conversion.resources import Need, gpu_need
 from hqconv.errors import RequestError
 from tests.make.conversions import open_plan
 from tests.make.formats import write
@@ -44,7 +44,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_schema_takes_more_than_planned(plain: Path, schema: str, tmp_path: Path) -> None:
     source, plan = open_plan(plain, schema)
     source.close()
-    bound = LANES * gpu_working_bytes(plan.layers[0])
+    bound = LANES * gpu_need(plan.layers[0]).num_bytes(1)
     taken = peak(plain, tmp_path / "out", schema, bound)
     print(f"{schema}: {taken / 2**20:.0f} of {bound / 2**20:.0f} MiB")
     assert 0 < taken <= bound
@@ -58,7 +58,7 @@ def test_no_format_takes_more_than_planned(name: str, schema: str, tmp_path: Pat
     src = write(tmp_path / name, name, hidden=1024, inner=1024).folder
     source, plan = open_plan(src, schema)
     source.close()
-    bound = LANES * gpu_working_bytes(plan.layers[0])
+    bound = LANES * gpu_need(plan.layers[0]).num_bytes(1)
     taken = peak(src, tmp_path / "out", schema, bound)
     print(f"{name} to {schema}: {taken / 2**20:.0f} of {bound / 2**20:.0f} MiB")
     assert taken <= bound
@@ -74,7 +74,7 @@ def test_running_out_ends_in_one_message_and_can_be_resumed(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is made to ask for too little; torch then finds that it is not enough."""
-    monkeypatch.setattr(resources, "gpu_working_bytes", lambda *_: 4 << 20)
+    monkeypatch.setattr(resources, "gpu_need", lambda _: Need(0, 4 << 20))
     torch.cuda.empty_cache()
     options = {"schema": "nvfp4", "target": "sm90", "device": "cuda:0"}
     with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:

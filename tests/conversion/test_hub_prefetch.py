@@ -259,7 +259,7 @@ def test_what_fails_on_the_way_can_be_resumed(
     server.before = None
     server.whole.clear()
     report = run(tmp_path / "out", cache_limit=size_of(server, 0), resume=True)
-    assert report.num_groups_resumed >= 3
+    assert report.num_units_resumed >= 3
     assert not {shard(0), shard(1), shard(2)} & set(server.whole)
     assert without_manifest(tmp_path / "out") == expected
     assert_removed(cache)
@@ -346,7 +346,7 @@ def test_a_kill_loses_nothing(
     server.before, first = None, Counter(server.whole)
     server.whole.clear()
     report = run(tmp_path / "out", cache_limit=int(limit), resume=True)
-    assert report.num_groups_resumed == done
+    assert report.num_units_resumed == done
     assert without_manifest(tmp_path / "out") == expected
     again = [name for name in server.whole if name.endswith(".safetensors") and first[name]]
     assert set(again) <= {shard(3), shard(4)}, "shards of finished units are not fetched again"

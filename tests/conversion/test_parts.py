@@ -216,7 +216,7 @@ def test_what_a_killed_part_did_is_taken_over(
     num_resumed = 0
     for text in then:
         report = part(src, out, text) if text else run(src, out, SCHEMA, resume=True)
-        num_resumed += report.num_groups_resumed
+        num_resumed += report.num_units_resumed
     assert report.is_complete
     assert num_resumed >= 1
     assert snapshot(out) == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,66 +123,52 @@ def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -
         assert found == layer.get("weight_schema", words["weight_schema"])
 
 
-@pytest.mark.parametrize(
-    ("text", "needle"),
-    [
-        ("schema = 4", "expected: str"),
-        ("tp = '2'", "expected: int"),
-        ("tp = true", "expected: int"),
-        ("max_memory = '1GiB'", "max_memory"),
-        ("override = 3", "[[override]]"),
-        ("[[override]]\nlayers = '0'", "schema, input_schema, w13.schema or w2.schema"),
-        ("[[override]]\nschema = 'int4'", "one of blocks and layers"),
-        ("[[override]]\nblocks = '*'\nlayers = '0'\nschema = 'int4'", "one of blocks and layers"),
-        ("[[override]]\nlayers = '0-'\nschema = 'int4'", "0, 3-5, -1"),
-        ("[[override]]\nlayers = '0'\nschema = 'source'", "by name"),
-        ("[[override]]\nlayers = '0'\nschema = 'int4'\ntp = '2'", "override 1: tp"),
-        ("[[override]]\nlayers = '0'\nschema = 'int9'", "int9"),
-        ("schema = ", "cannot be read"),
-    ],
-)
-def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
+WRONG = {
+    "schema = 4": "expected: str",
+    "tp = '2'": "expected: int",
+    "tp = true": "expected: int",
+    "max_memory = '1GiB'": "max_memory",
+    "override = 3": "[[override]]",
+    "[layers.'0']\nschema = 'int4'": "recipe.toml: layers",
+    "[[override]]\nlayers = '0'": "schema, w13.schema, w2.schema",
+    "[[override]]\nschema = 'int4'": "one of blocks and layers",
+    "[[override]]\nblocks = '*'\nlayers = '0'\nschema = 'int4'": "one of blocks and layers",
+    "[[override]]\nlayers = '0-'\nschema = 'int4'": "such as 0, 3-5",
+    "[[override]]\nlayers = '0'\nschema = 'source'": "by name",
+    "[[override]]\nlayers = '0'\nw13.schema = 'none'": "no schema named 'none'",
+    "[[override]]\nlayers = '0'\nw2.tp = '1'": "override 1: w2.tp",
+    "[[override]]\nlayers = '0'\nschema = 'int4'\ntp = '2'": "override 1: tp",
+    "[[override]]\nlayers = '0'\nschema = 'int9'": "int9",
+    "schema = ": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_recipes_that_are_none(tmp_path: Path, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         load_recipe(write(tmp_path, text))
-    assert needle in str(caught.value)
+    assert WRONG[text] in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "needle"),
-    [
-        ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no layer"),
-        (
-            "[[override]]\nlayers = '0, 7-9'\nschema = 'int4'",
-            {},
-            "expected: layers of 0-4\n  found: layers 7-9",
-        ),
-        ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
-        ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),
-        ("[[override]]\nblocks = '*'\nschema = 'none'", {}, "nothing to convert"),
-        ("[[override]]\nlayers = '0'\ninput_schema = 'mxfp4'", {}, "begin with sm100"),
-        (
-            "[[override]]\nlayers = '0'\nschema = 'fp8-block'",
-            {"grid": Grid(2)},
-            "TP sizes that work",
-        ),
-        (
-            "[[override]]\nlayers = '0'\nschema = 'int4'",
-            {"layout": "checkpoint"},
-            "--layout checkpoint",
-        ),
-    ],
-)
-def test_recipes_that_do_not_fit(
-    model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str
-) -> None:
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "layers = '9'\nschema = 'int4'": ({}, "for no layer"),
+    "layers = '0, 7-9'\nschema = 'int4'": ({}, "found: layers 7-9"),
+    "layers = '3-1, 0'\nschema = 'int4'": ({}, "found: layers 3-1"),
+    "layers = '-1, -6'\nschema = 'none'": ({}, "found: layers -6"),
+    "blocks = 'x.*'\nschema = 'none'": ({}, "found: x.*"),
+    "blocks = '*'\nschema = 'none'": ({}, "nothing to convert"),
+    "layers = '0'\ninput_schema = 'mxfp4'": ({}, "begin with sm100"),
+    "layers = '0'\nschema = 'fp8-block'": ({"grid": Grid(2)}, "TP sizes that work"),
+    "layers = '0'\nschema = 'int4'": ({"layout": "checkpoint"}, "--layout checkpoint"),
+}
+
+
+@pytest.mark.parametrize("text", UNFIT)
+def test_recipes_that_do_not_fit(model: Path, tmp_path: Path, text: str) -> None:
+    options, needle = UNFIT[text]
+    overrides = load_recipe(write(tmp_path, f"[[override]]\n{text}")).overrides
     with pytest.raises(RequestError) as caught:
-        run(
-            model,
-            tmp_path / "out",
-            "mxfp4",
-            overrides=load_recipe(write(tmp_path, text)).overrides,
-            **words,
-        )  # type: ignore[arg-type]
+        run(model, tmp_path / "out", "mxfp4", overrides=overrides, **options)
     assert needle in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -196,13 +183,12 @@ def test_layers_of_an_artifact_cannot_be_left(
         run(mixed[0], tmp_path / "out", "mxfp4", overrides=overrides)
 
 
-def test_schemas_lie_beside_the_recipe(tmp_path: Path) -> None:
-    (tmp_path / "w3.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
-    recipe = load_recipe(
-        write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n')
-    )
-    assert recipe.options == {"schema": str(tmp_path / "w3.toml")}
-    choice = recipe.overrides[0].choice
-    assert choice.w13 is not None
-    assert choice.w13 == choice.w2
-    assert choice.w13.b_dtype == "uint3"
+def test_schemas_lie_beside_the_recipe_or_in_the_package(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
+    sections = "[[override]]\nlayers = '0'\nschema = 'own.toml+int8'\n"
+    sections += "[[override]]\nlayers = '1'\nschema = 'int8'\nw2.schema = 'w3-g64.toml'\n"
+    recipe = load_recipe(write(tmp_path, f'schema = "own.toml"\n{sections}'))
+    assert recipe.options == {"schema": str(tmp_path / "own.toml")}
+    choices = [(override.choice.w13, override.choice.w2) for override in recipe.overrides]
+    names = [[schema and schema.name for schema in choice] for choice in choices]
+    assert names == [["own", "int8"], ["int8", "w3-g64"]]

@@ -62,9 +62,9 @@ def test_finished_groups_are_reported_as_resumed(
     done = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
     seen: list[Progress] = []
     summary = run(src, out, "mxfp4", GRID, resume=True, progress=seen.append)
-    assert summary.num_groups_resumed == 2
+    assert summary.num_units_resumed == 2
     assert {path: path.stat().st_ino for path in done} == done != {}  # not made again
-    assert [one.num_groups_done for one in seen[:2]] == [1, 2]
+    assert [one.num_units_done for one in seen[:2]] == [1, 2]
     assert seen[1].resumed_bytes == seen[1].done_bytes == seen[-1].resumed_bytes > 0
     assert seen[-1].done_bytes == seen[-1].total_bytes
     assert snapshot(out) == whole

@@ -45,7 +45,7 @@ def after_first_group(act: Callable[[], object]) -> Callable[[Progress], None]:
     calls: list[int] = []
 
     def listen(progress: Progress) -> None:
-        if progress.num_groups_done and not calls:
+        if progress.num_units_done and not calls:
             calls.append(1)
             act()
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv import dequantize
 from hqconv.errors import RequestError
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, filled
 from hqconv.quantization.coded_matrix import dequantize as decoded

@@ -130,7 +130,7 @@ def test_an_unfinished_conversion(
         flip(sorted(src.glob("*.safetensors"))[-1])
         os.utime(sorted(src.glob("*.safetensors"))[-1])
     report = renew(src, out)
-    assert report.num_groups_resumed > 0 or is_changed
+    assert report.num_units_resumed > 0 or is_changed
     assert snapshot(out) == fresh(src, tmp_path / "fresh")
     assert not side_folder(out).exists()
 

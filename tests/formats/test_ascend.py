@@ -23,7 +23,7 @@ INT8, FLOAT = "W8A8_DYNAMIC", "FLOAT"
 Schemes = dict[str, str]
 
 
-def of_model(num_layers: int, num_experts: int, **others: str) -> Schemes:
+def of_model(num_layers: int, num_experts: int, **more: str) -> Schemes:
     """Dense layer 0, quantized experts, shared experts and attention; `others` by name with dots as underscores."""
     schemes = {"model.embed_tokens.weight": FLOAT, "lm_head.weight": FLOAT}
     for layer in range(num_layers):
@@ -38,19 +38,19 @@ def of_model(num_layers: int, num_experts: int, **others: str) -> Schemes:
                     f"{name}.weight_scale": INT8,
                     f"{name}.bias": FLOAT,
                 }
-    return {**schemes, "model_quant_type": INT8, "version": "1.0.0", **others}
+    return {**schemes, "model_quant_type": INT8, "version": "1.0.0", **more}
 
 
 def words_of(description: dict[str, Any]) -> dict[str, Any]:
-    words = ascend_quantization_config({}, description)
-    assert words is not None
-    return json.loads(json.dumps(words))  # a manifest repeats them
+    config = ascend_quantization_config({}, description)
+    assert config is not None
+    return json.loads(json.dumps(config))  # a manifest repeats them
 
 
 def test_a_whole_model_is_a_few_patterns() -> None:
-    words = words_of(of_model(40, 64))
-    assert words["quant_method"] == "ascend"
-    assert words["modules"] == {
+    config = words_of(of_model(40, 64))
+    assert config["quant_method"] == "ascend"
+    assert config["modules"] == {
         f"model.layers.*.{module}": INT8
         for module in (
             "self_attn.o_proj",

@@ -1,22 +1,19 @@
-"""Keys of quantization configs: known ones, unknown ones that warn or are refused, and inputs rotated at run time."""
+"""Keys of quantization configs: known ones, unknown ones that are refused, and inputs rotated at run time."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-import hqconv
 from hqconv.errors import RequestError
-from hqconv.formats.config_reader import COMMON, REFUSAL, WARNING, ConfigReader, Keys, verdict
+from hqconv.formats.config_reader import COMMON, ConfigReader, Keys
 from hqconv.formats.quant_config import declared_formats, methods
-from hqconv.schemas.grid import Grid
-from tests.make import configs, conversions
-from tests.make.formats import FORMATS, write
+from tests.make.formats import FORMATS
+from tests.make.places import REPO
 from tests.make.published import load, paths
 
 Json = dict[str, Any]
@@ -24,37 +21,28 @@ EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
 
 
 def config_of(name: str) -> Json:
-    words: Json = (
-        FORMATS[name].config.get("quantization_config")
-        or FORMATS[name].config.get("hf_quant_config")
-        or {}
-    )
-    return copy.deepcopy(words)
+    config = FORMATS[name].config
+    return copy.deepcopy(config.get("quantization_config") or config.get("hf_quant_config") or {})
 
 
-# One config of each form of words, with the format that it is.
+# One config of each set of keys, with the format that it is.
 CONFIGS = {name: config_of(name) for name in FORMATS if config_of(name)}
 ONE_OF_EACH = list(
     {
-        str(sorted(words)) + str(words.get("quant_method")): name for name, words in CONFIGS.items()
+        str(sorted(config)) + str(config.get("quant_method")): name
+        for name, config in CONFIGS.items()
     }.values()
 )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_what_publishers_write_gives_no_warning(name: str) -> None:
-    assert declared_formats(CONFIGS[name], {}).warnings == ()
-
-
-def test_published_models_give_no_warning() -> None:
-    seen = 0
-    for path in paths():
-        config = load(path).config
-        words = config.get("quantization_config")
-        if words:
-            seen += 1
-            assert declared_formats(words, config).warnings == (), path.name
-    assert seen > 8
+def test_what_publishers_write_is_accepted() -> None:
+    for config in CONFIGS.values():
+        declared_formats(config, {})
+    models = [load(path).config for path in paths()]
+    quantized = [config for config in models if config.get("quantization_config")]
+    assert len(quantized) > 8
+    for config in quantized:
+        declared_formats(config["quantization_config"], config)
 
 
 # --- unknown keys ------------------------------------------------------------------------------------------
@@ -75,97 +63,58 @@ HARMLESS = [
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_name_that_speaks_of_bytes_or_rotations_is_refused(name: str) -> None:
-    assert verdict(name) == REFUSAL
     with pytest.raises(RequestError, match="unknown key") as caught:
-        declared_formats(
-            {**CONFIGS["gptq-int4"], name: 1}, {}
-        ) if name != "rotation" else declared_formats({**CONFIGS["fp8-block"], "rotations": 1}, {})
-    assert caught.value.where.startswith("quantization_config.")
-    for nothing in (None, False, "", [], {}):
-        assert declared_formats({**CONFIGS["gptq-int4"], name: nothing}, {}).warnings == ()
+        declared_formats({**CONFIGS["gptq-int4"], name: 1}, {})
+    assert caught.value.where == f"quantization_config.{name}"
+    for nothing in (None, False, 0, "", [], {}):
+        declared_formats({**CONFIGS["gptq-int4"], name: nothing}, {})
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_name_that_speaks_of_something_else_is_a_warning(name: str) -> None:
-    assert verdict(name) == WARNING
-    (warning,) = declared_formats({**CONFIGS["gptq-int4"], name: 3}, {}).warnings
-    assert f"quantization_config.{name}" in warning
-    same = declared_formats(CONFIGS["gptq-int4"], {})
-    assert same.of(EXPERT) == declared_formats({**CONFIGS["gptq-int4"], name: 3}, {}).of(EXPERT)
+def test_a_name_that_speaks_of_something_else_changes_nothing(name: str) -> None:
+    found = declared_formats({**CONFIGS["gptq-int4"], name: 3}, {})
+    assert found.of(EXPERT) == declared_formats(CONFIGS["gptq-int4"], {}).of(EXPERT)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_method_looks_at_all_depths(name: str) -> None:
     """An unknown key at any depth that is read is found, with its path."""
-    places = list(
-        objects(CONFIGS[name], methods()[declared_formats(CONFIGS[name], {}).method].keys)
-    )
+    method = methods()[declared_formats(CONFIGS[name], {}).method]
+    places = list(objects(CONFIGS[name], method.keys))
     assert places
     for path in places:
-        for key, kind in (("odd_note", WARNING), ("odd_packing", REFUSAL)):
-            words = copy.deepcopy(CONFIGS[name])
-            at(words, path)[key] = "x"
-            if kind == WARNING:
-                (warning,) = declared_formats(words, {}).warnings
-                assert warning.startswith("quantization_config.")
-                assert f"{key} is unknown" in warning
-            else:
-                with pytest.raises(RequestError, match="unknown key") as caught:
-                    declared_formats(words, {})
-                assert caught.value.where.endswith(f".{key}")
+        config = copy.deepcopy(CONFIGS[name])
+        inner = config
+        for step in path:
+            inner = inner[step]
+        inner["odd_packing"] = "x"
+        with pytest.raises(RequestError, match="unknown key") as caught:
+            declared_formats(config, {})
+        assert caught.value.where.endswith(".odd_packing")
 
 
-def objects(words: Any, keys: Keys, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def objects(config: Any, keys: Keys, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of a config's objects whose keys are listed."""
     yield path
     for name, inside in keys.inside.items():
-        value = words.get(name)
-        for index, one in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(one, dict):
-                yield from objects(
-                    one, inside, (*path, name) if index is None else (*path, name, index)
-                )
+        value = config.get(name)
+        for step, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(inner, dict):
+                steps = (name,) if step is None else (name, step)
+                yield from objects(inner, inside, (*path, *steps))
     for name, entries in keys.entries.items():
-        for inner, one in (words.get(name) or {}).items():
-            if isinstance(one, dict):
-                yield from objects(one, entries, (*path, name, inner))
-
-
-def at(words: Any, path: tuple[Any, ...]) -> Any:
-    for step in path:
-        words = words[step]
-    return words
+        for key, inner in (config.get(name) or {}).items():
+            if isinstance(inner, dict):
+                yield from objects(inner, entries, (*path, name, key))
 
 
 def test_an_unknown_object_is_looked_into() -> None:
-    words = {**CONFIGS["awq"], "extras": {"deep": {"hadamard": True}}}
     with pytest.raises(RequestError) as caught:
-        declared_formats(words, {})
+        declared_formats({**CONFIGS["awq"], "extras": {"deep": {"hadamard": True}}}, {})
     assert caught.value.where == "quantization_config.extras.deep.hadamard"
-    assert (
-        len(
-            declared_formats(
-                {**CONFIGS["awq"], "extras": {"deep": {"hadamard": False}}}, {}
-            ).warnings
-        )
-        == 2
-    )
-    meta = {
-        **CONFIGS["gptq-int4"],
-        "meta": {"opt_fused_rotation": True},
-    }  # GPTQModel's own, about ParoQuant's training
-    assert declared_formats(meta, {}).warnings == ()
-
-
-def test_a_warning_is_in_the_plan_and_the_manifest(tmp_path: Path) -> None:
-    written = write(tmp_path / "src", "fp8-block", hidden=128, inner=128, experts=2)
-    path = written.folder / "config.json"
-    words = json.loads(path.read_text())
-    words["quantization_config"]["tool_note"] = "made by hand"
-    path.write_text(json.dumps(words))
-    assert any("tool_note" in one for one in hqconv.inspect(written.folder)["warnings"])
-    conversions.run(written.folder, tmp_path / "out", "source", Grid())
-    assert any("tool_note" in one for one in conversions.manifest(tmp_path / "out")["warnings"])
+    declared_formats({**CONFIGS["awq"], "extras": {"deep": {"hadamard": False}}}, {})
+    # GPTQModel's own, about ParoQuant's training.
+    declared_formats({**CONFIGS["gptq-int4"], "meta": {"opt_fused_rotation": True}}, {})
 
 
 class Asked(dict[str, Any]):
@@ -180,8 +129,8 @@ class Asked(dict[str, Any]):
 
 def wrapped(value: Any) -> Any:
     if isinstance(value, dict):
-        return Asked({key: wrapped(one) for key, one in value.items()})
-    return [wrapped(one) for one in value] if isinstance(value, list) else value
+        return Asked({key: wrapped(inner) for key, inner in value.items()})
+    return [wrapped(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -196,7 +145,7 @@ def test_a_parser_asks_for_known_keys_only(name: str, monkeypatch: pytest.Monkey
 
 
 def flat(keys: Keys) -> set[str]:
-    return keys.names.union(*(flat(one) for one in (*keys.inside.values(), *keys.entries.values())))
+    return keys.names.union(*map(flat, (*keys.inside.values(), *keys.entries.values())))
 
 
 # --- keys as the publishers' classes have them -------------------------------------------------------------
@@ -242,10 +191,20 @@ WRITTEN: dict[str, tuple[str, str]] = {
 }
 
 
+# Refused as unknown keys where they hold anything.
+NOT_READ = ("super_bits", "super_group_size", "pre_quant_scale", "has_zero_point")
+OF_METHOD = {"auto-round": "auto-round", "gptq": "gptq-int4", "awq": "awq", "fp8": "fp8-block"}
+OF_METHOD |= {"quark": "quark-mxfp4", "modelopt": "modelopt-nvfp4"}
+
+
 @pytest.mark.parametrize("package", WRITTEN)
 def test_the_fields_that_a_package_writes_are_known(package: str) -> None:
     method, names = WRITTEN[package]
-    assert set(names.split()) - (COMMON | methods()[method].keys).names == set()
+    unknown = set(names.split()) - (COMMON | methods()[method].keys).names
+    assert unknown <= {"rotation", "rotation_config", "rotation_configs", *NOT_READ}
+    for name in unknown:
+        with pytest.raises(RequestError, match="unknown key"):
+            declared_formats({**CONFIGS[OF_METHOD[method]], name: 1}, {})
 
 
 def test_the_fields_of_compressed_tensors_are_known() -> None:
@@ -284,267 +243,88 @@ def test_the_fields_of_humming_are_known() -> None:
     schema = pytest.importorskip("humming.schema")
     keys = methods()["humming"].keys
     for kind in (schema.HummingWeightSchema, schema.HummingInputSchema):
-        assert {one.name for one in dataclasses.fields(kind)} - (COMMON | keys).names == set()
+        assert {field.name for field in dataclasses.fields(kind)} - (COMMON | keys).names == set()
 
 
-# --- agreement ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "key"),
-    [
-        ("gptq-int4", {"format": "gptq_v2"}, "format"),
-        ("gptq-int4", {"wbits": 8}, "wbits"),
-        ("gptq-int4", {"q_group_size": 64}, "q_group_size"),
-        ("gptq-int4", {"zero_point": True}, "zero_point"),
-        ("gptq-int4", {"pack_dtype": "int16"}, "pack_dtype"),
-        ("gptq-int4", {"adapter": {"name": "lora", "rank": 32}}, "adapter"),
-        ("awq", {"w_bit": 8}, "w_bit"),
-        ("awq", {"sym": True}, "zero_point"),
-        ("awq", {"format": "gemv"}, "format"),
-        ("fp8-block", {"weight_dtype": "e5m2"}, "weight_dtype"),
-        ("fp8-block", {"weight_scale_method": "row"}, "weight_scale_method"),
-        ("fp8-block", {"weight_scale_semantics": "direct"}, "weight_scale_semantics"),
-        ("fp8-block", {"store_dtype": "mxfp4", "expert_dtype": "fp8"}, "expert_dtype"),
-    ],
-)
-def test_keys_that_contradict_one_another_are_refused(name: str, more: Json, key: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        declared_formats({**CONFIGS[name], **more}, {})
-    assert caught.value.where == f"quantization_config.{key}"
+# --- other names of a key ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        (
-            "gptq-int4",
-            {
-                "format": "GPTQ",
-                "wbits": 4,
-                "q_group_size": 128,
-                "zero_point": False,
-                "pack_dtype": "int32",
-            },
-        ),
-        (
-            "awq",
-            {
-                "w_bit": 4,
-                "sym": False,
-                "checkpoint_format": "gemm",
-                "format": "GEMM",
-                "method": "awq",
-            },
-        ),
-        ("fp8-block", {"store_dtype": "fp8"}),  # MiMo-V2.5
-        (
-            "fp8-block",
-            {"store_dtype": "float8_e4m3fn", "weight_dtype": "e4m3", "expert_dtype": "fp8"},
-        ),
-        ("fp8-block", {"store_dtype": "fp8", "routed_experts_quant_method": "fp8"}),
+        ("gptq-int4", {"format": "GPTQ", "wbits": 4, "q_group_size": 128, "pack_dtype": "int32"}),
+        ("awq", {"w_bit": 4, "sym": False, "checkpoint_format": "gemm", "method": "AWQ"}),
+        ("fp8-block", {"store_dtype": "float8_e4m3fn", "weight_dtype": "e4m3"}),
     ],
 )
-def test_keys_that_agree_change_nothing(name: str, more: Json) -> None:
-    found, plain = (
-        declared_formats(words, {}) for words in ({**CONFIGS[name], **more}, CONFIGS[name])
-    )
-    assert (found.of(EXPERT), found.warnings) == (plain.of(EXPERT), ())
+def test_other_names_of_a_key_change_nothing(name: str, more: Json) -> None:
+    found = declared_formats({**CONFIGS[name], **more}, {})
+    assert found.of(EXPERT) == declared_formats(CONFIGS[name], {}).of(EXPERT)
 
 
 # --- rotations ---------------------------------------------------------------------------------------------
 
 
-def quark(**algorithm: Any) -> Json:
-    return {**CONFIGS["quark-mxfp4"], "algo_config": [{"name": "gptq"}, algorithm]}
+# Of tests/data/quant_configs.json: name of CONFIGS, changes, and the key that is refused.
+DATA: dict[str, Any] = json.loads((REPO / "tests/data/quant_configs.json").read_text())
 
 
-def transform(*locations: str) -> Json:
-    scheme = {
-        "type": "hadamard",
-        "apply": [{"targets": ["Linear"], "location": one} for one in locations],
-    }
-    return {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": {"u": scheme}}}
-
-
-def ascend(**facts: Any) -> Json:
-    return {"quant_method": "ascend", "quantize": "w8a8_dynamic", **facts}
-
-
-AUTO_ROUND, GPTQ, MODELOPT = CONFIGS["auto-round"], CONFIGS["gptq-int4"], CONFIGS["modelopt-nvfp4"]
-FUSED_SPINS = {
-    "r1": True,
-    "r2": True,
-    "r3": False,
-    "r4": False,
-    "online_r1_rotation": False,
-    "algorithm": "spinquant",
-}
-FUSED_ROTATION = {
-    "name": "rotation",
-    "r1": True,
-    "r2": True,
-    "r3": False,
-    "r4": False,
-    "online_r1_rotation": False,
-}
-ONLINE: dict[str, tuple[Json, str]] = {
-    "auto-round": (
-        {**AUTO_ROUND, "rotation_config": {"block_size": 32, "hadamard_type": "hadamard"}},
-        "rotation_config",
-    ),
-    "auto-round, several": (
-        {**AUTO_ROUND, "rotation_configs": [{"algorithm": "hadamard"}]},
-        "rotation_configs",
-    ),
-    "auto-round, a module": (
-        {**AUTO_ROUND, "extra_config": {"a.b": {"rotation_config": {"block_size": 32}}}},
-        "extra_config.a.b.rotation_config",
-    ),
-    "auto-round, r4": (
-        {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "r4": True}},
-        "spinquant_config",
-    ),
-    "auto-round, r1": (
-        {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "online_r1_rotation": True}},
-        "spinquant_config",
-    ),
-    "auto-round, r1 by default": (
-        {**AUTO_ROUND, "spinquant_config": {"r1": True, "r4": False}},
-        "spinquant_config",
-    ),
-    "gptqmodel": ({**GPTQ, "rotation": "hadamard"}, "rotation"),
-    "gptqmodel, random": ({**GPTQ, "rotation": "random"}, "rotation"),
-    "gptqmodel, a module": (
-        {**GPTQ, "dynamic": {"+:.*down": {"rotation": "hadamard"}}},
-        "dynamic.+:.*down.rotation",
-    ),
-    "gptqmodel awq": ({**CONFIGS["awq"], "rotation": "hadamard"}, "rotation"),
-    "gptqmodel fp8": ({**CONFIGS["fp8-gptqmodel"], "rotation": "hadamard"}, "rotation"),
-    "quark, r4": (quark(**{**FUSED_ROTATION, "r4": True}), "algo_config"),
-    "quark, r1": (quark(**{**FUSED_ROTATION, "online_r1_rotation": True}), "algo_config"),
-    "quark, layers": (
-        quark(
-            **FUSED_ROTATION,
-            online_config={"shared_parallel": False, "online_rotation_layers": ["a"]},
-        ),
-        "algo_config",
-    ),
-    "quark, r4 by default": (quark(name="rotation", r1=False), "algo_config"),
-    "quark, quarot": (quark(name="quarot"), "algo_config"),
-    "quark, a low-rank branch": (quark(name="svdquant", svd_rank=32), "algo_config"),
-    "quark, one object": (
-        {**CONFIGS["quark-mxfp4"], "algo_config": {"name": "rotation", "r4": True}},
-        "algo_config",
-    ),
-    "compressed-tensors": (transform("weight_input", "input"), "transform_config"),
-    "compressed-tensors, outputs": (transform("output"), "transform_config"),
-    "compressed-tensors, an unknown place": (transform("weight_middle"), "transform_config"),
-    "compressed-tensors, nothing said": (
-        {
-            **CONFIGS["ct-int4-g32"],
-            "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
-        },
-        "transform_config",
-    ),
-    "modelopt, scaled": ({**MODELOPT, "pre_quant_scale": True}, "pre_quant_scale"),
-    "modelopt, scaled in a group": (
-        {
-            **MODELOPT,
-            "config_groups": {"group_0": {"pre_quant_scale": True, "targets": ["Linear"]}},
-        },
-        "config_groups.group_0.pre_quant_scale",
-    ),
-    "modelopt, rotated": ({**MODELOPT, "rotate": {"enable": True}}, "rotate"),
-    "ascend, heads": (
-        ascend(metadata={"quarot": {"heads_rotation": {"layers": ["0"]}}}),
-        "metadata",
-    ),
-    "ascend, down": (
-        ascend(metadata={"quarot": {"kronecker_rotation": {"layers": ["1"]}}}),
-        "metadata",
-    ),
-    "ascend, a file": (
-        ascend(optional={"quarot": {"rotation_map": {"kronecker_rotation_m": "a"}}}),
-        "optional",
-    ),
-}
-FUSED: dict[str, Json] = {
-    "auto-round, nothing": {**AUTO_ROUND, "rotation_config": {}, "rotation_configs": None},
-    "auto-round": {**AUTO_ROUND, "spinquant_config": FUSED_SPINS},
-    "gptqmodel": {**GPTQ, "rotation": None},
-    "quark": quark(**FUSED_ROTATION),
-    "quark, others": {
-        **CONFIGS["quark-mxfp4"],
-        "algo_config": [{"name": "awq"}, {"name": "smooth"}, {"name": "gptq"}],
-    },
-    "quark, none": {**CONFIGS["quark-mxfp4"], "algo_config": None},
-    "compressed-tensors": transform("weight_input", "weight_output"),
-    "compressed-tensors, empty": {**CONFIGS["ct-int4-g32"], "transform_config": {}},
-    "modelopt": {**MODELOPT, "pre_quant_scale": False, "rotate": False},
-    "ascend": ascend(
-        optional={"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}},
-        is_rot_used=True,
-    ),
-    "ascend, no layers": ascend(
-        metadata={"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": []}}}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", DATA["online"])
 def test_inputs_that_are_rotated_at_run_time_are_refused(name: str) -> None:
-    words, key = ONLINE[name]
+    base, changes, key = DATA["online"][name]
     with pytest.raises(RequestError) as caught:
-        declared_formats(words, {})
+        declared_formats({**CONFIGS.get(base, {}), **changes}, {})
     assert caught.value.where == f"quantization_config.{key}"
     assert caught.value.expected
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", DATA["fused"])
 def test_rotations_that_are_fused_convert(name: str) -> None:
-    found = declared_formats(FUSED[name], {})
-    assert not found.of(EXPERT).is_float
-    assert found.warnings == ()
+    base, changes = DATA["fused"][name]
+    assert not declared_formats({**CONFIGS.get(base, {}), **changes}, {}).of(EXPERT).is_float
 
 
 def test_a_fused_place_is_what_compressed_tensors_says() -> None:
     transforms = pytest.importorskip("compressed_tensors.transform")
     for place in transforms.TransformLocation:
+        apply = [{"targets": ["Linear"], "location": place.value}]
+        groups = {"u": {"type": "hadamard", "apply": apply}}
+        config = {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": groups}}
         if place.is_online():
             with pytest.raises(RequestError):
-                declared_formats(transform(place.value), {})
+                declared_formats(config, {})
         else:
-            assert not declared_formats(transform(place.value), {}).of(EXPERT).is_float
+            assert not declared_formats(config, {}).of(EXPERT).is_float
 
 
-@pytest.mark.parametrize("words", [None, GPTQ])
+SPINS = DATA["fused"]["auto-round"][1]["spinquant_config"]
+
+
+@pytest.mark.parametrize("config", [None, CONFIGS["gptq-int4"]])
 def test_a_rotation_beside_the_quantization_config_is_refused(
-    words: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
 ) -> None:
-    with pytest.raises(RequestError, match="rotated at run time"):
-        declared_formats(words, {"spinquant_config": {**FUSED_SPINS, "r4": True}})
-    with pytest.raises(RequestError, match="rotated at run time"):
-        declared_formats(words, {"rotation_config": {"block_size": 32}})
-    assert (
-        declared_formats(words, {"spinquant_config": FUSED_SPINS, "rotary_dim": 64}).warnings == ()
-    )
+    for text in (
+        {"spinquant_config": {**SPINS, "r4": True}},
+        {"rotation_config": {"block_size": 32}},
+    ):
+        with pytest.raises(RequestError, match="rotated at run time"):
+            declared_formats(config, text)
+    declared_formats(config, {"spinquant_config": SPINS, "rotary_dim": 64})
 
 
 def test_a_description_of_ascend_keeps_what_it_says_of_rotations() -> None:
     from hqconv.formats.ascend import ascend_quantization_config
 
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
     description = {
-        name: "W8A8_DYNAMIC",
+        "model.layers.0.mlp.experts.0.up_proj.weight": "W8A8_DYNAMIC",
         "metadata": {"quarot": {"kronecker_rotation": {"layers": ["0"]}}},
+        "model_quant_type": "W8A8_DYNAMIC",
+        "version": "1.0.0",
     }
-    words = ascend_quantization_config(
-        {}, {**description, "model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"}
-    )
-    assert words is not None
+    config = ascend_quantization_config({}, description)
+    assert config is not None
     with pytest.raises(RequestError, match="rotated at run time"):
-        declared_formats(words, {})
-    del words["metadata"]
-    assert declared_formats(words, {}).warnings == ()
-    assert configs.ASCEND
+        declared_formats(config, {})
+    del config["metadata"]
+    declared_formats(config, {})

@@ -36,57 +36,57 @@ def _encode(bits: int, has_zero: bool) -> Encoder:
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
         codes, scale = draw.codes(n, k, bits), draw.scales(n, k // SIZE, base=0.006).bfloat16()
-        parts = {"weight": little_endian(codes, bits), "weight_scale": scale}
+        tensors = {"weight": little_endian(codes, bits), "weight_scale": scale}
         if has_zero:
-            parts["zero_point"] = torch.full_like(scale, float(1 << bits - 1))
-        return Stored(parts, (codes - (1 << bits - 1)).double(), spread(scale, n, k))
+            tensors["zero_point"] = torch.full_like(scale, float(1 << bits - 1))
+        return Stored(tensors, (codes - (1 << bits - 1)).double(), spread(scale, n, k))
 
     return encode
 
 
 def _matrix(bits: int, has_zero: bool) -> Json:
-    """The words of one matrix."""
-    words: Json = {"quant_method": "humming", "dtype": f"uint{bits}", "group_size": SIZE}
-    return {**words, "has_zero_point": has_zero, "is_fp_zero_point": has_zero}
+    """The config of one matrix."""
+    matrix: Json = {"quant_method": "humming", "dtype": f"uint{bits}", "group_size": SIZE}
+    return {**matrix, "has_zero_point": has_zero, "is_fp_zero_point": has_zero}
 
 
 def _config(sign: str, bits: int, has_zero: bool, names: list[str], *, is_flat: bool) -> Json:
     """The converter's config; of forks that write "+:" and flat keys, and take "re:" off."""
-    own = _matrix(bits, has_zero)
-    weights = {key: value for key, value in own.items() if key != "quant_method"}
+    matrix = _matrix(bits, has_zero)
+    weights = {key: value for key, value in matrix.items() if key != "quant_method"}
     weights |= {"num_bits": bits, "strategy": "group", "symmetric": not has_zero, "type": "int"}
-    group = {
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
-    words: Json = {
-        "config_groups": {"group_0": group},
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    config: Json = {
+        "config_groups": {"group_0": {**group, "weights": weights}},
         "format": "pack-quantized",
         "quant_method": "humming",
+        "ignore": _IGNORED,
+        "quantization_status": "compressed",
     }
-    words |= {"ignore": _IGNORED, "quantization_status": "compressed"}
     if is_flat:
-        weights["b_dtype"] = own["dtype"]
-        words |= {
-            "b_dtype": own["dtype"],
-            "group_size": SIZE,
-            "ignore": [name.removeprefix("re:") for name in _IGNORED],
-        }
-        words |= {"has_zero_point": has_zero, "is_fp_zero_point": has_zero}
-    words["dynamic"] = {f"{sign}:{re.escape(name)}$": own for name in names}
-    return words
+        weights["b_dtype"] = matrix["dtype"]
+        config |= {"b_dtype": matrix["dtype"], "group_size": SIZE}
+        config |= {"has_zero_point": has_zero, "is_fp_zero_point": has_zero}
+        config["ignore"] = [name.removeprefix("re:") for name in _IGNORED]
+    config["dynamic"] = {f"{sign}:{re.escape(name)}$": matrix for name in names}
+    return config
 
 
 def _flat(bits: int) -> Json:
     """The config of Kimi-K2.5 in 2 bits."""
-    words: Json = {
+    return {
         "quant_method": "humming",
         "b_dtype": f"uint{bits}",
         "weight_scale_group_size": SIZE,
+        "weight_scale_type": "group",
+        "has_zero_point": False,
+        "ignore": _IGNORED,
     }
-    return {**words, "weight_scale_type": "group", "has_zero_point": False, "ignore": _IGNORED}
+
+
+def _set_config(folder: Path, config: Json) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
 def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
@@ -98,14 +98,11 @@ def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
         for expert in range(spec.sizes.experts)
         for word in ("gate_proj", "up_proj", "down_proj")
     ]
-    words = (
-        _flat(bits)
-        if dialect == "flat"
-        else _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
-    )
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": words}))
-    return replace(done, spec=replace(spec, config={"quantization_config": words}))
+    config = _flat(bits)
+    if dialect != "flat":
+        config = _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
+    _set_config(folder, config)
+    return replace(done, spec=replace(spec, config={"quantization_config": config}))
 
 
 def _values(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,10 +115,6 @@ def _values(folder: Path) -> dict[str, torch.Tensor]:
                 layer, expert, ["w1", "w2", "w3"], torch.device("cpu")
             ).items()
         }
-
-
-def _warnings(words: Json) -> str:
-    return "\n".join(declared_formats(words, {}).warnings)
 
 
 @pytest.mark.parametrize("dialect", ["-", "+", "flat"])
@@ -163,15 +156,14 @@ def test_a_zero_point_that_is_not_finite_is_refused(value: float, tmp_path: Path
 def test_a_matrix_has_the_format_of_its_own_key() -> None:
     """Also where flat keys say otherwise under another name: Humming itself reads b_dtype then."""
     for sign in "-+":
-        words = _config(sign, 2, False, [], is_flat=sign == "+")
-        words["dynamic"] = {f"{sign}:{re.escape(_LAYER)}\\.7\\.down_proj$": _matrix(3, True)}
-        found = declared_formats(words, {})
+        config = _config(sign, 2, False, [], is_flat=sign == "+")
+        config["dynamic"] = {f"{sign}:{re.escape(_LAYER)}\\.7\\.down_proj$": _matrix(3, True)}
+        found = declared_formats(config, {})
         assert found.of(_LAYER).b_dtype == "uint2"
         assert found.of_single(f"{_LAYER}.7.up_proj") is None
         own = found.of_single(f"{_LAYER}.7.down_proj")
         assert own is not None
         assert (own.b_dtype, own.group_k, own.has_zero_point) == ("uint3", SIZE, True)
-        assert "formats of single modules" in _warnings(words)
 
 
 @pytest.mark.parametrize("sign", ["-", "+"])
@@ -179,18 +171,17 @@ def test_other_layers_are_served_by_what_stock_vllm_reads(sign: str, tmp_path: P
     """config.json of the kernel layout: flat keys, patterns with "re:", and no key for an expert's matrix."""
     done = _write(tmp_path / "src", 2, True, sign)
     conversions.run(done.folder, tmp_path / "out", "source")
-    words = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
-        "source_quantization_config"
-    ]
+    written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    config = written["source_quantization_config"]
     schema: Any = pytest.importorskip("humming.schema").BaseWeightSchema
-    found = schema.from_config(words)
+    found = schema.from_config(config)
     assert (str(found.b_dtype), found.weight_scale_group_size, found.is_fp_zero_point) == (
         "uint2",
         SIZE,
         True,
     )
-    assert words["ignore"] == _IGNORED
-    assert words["dynamic"] == {}
+    assert config["ignore"] == _IGNORED
+    assert config["dynamic"] == {}
     own = done.spec.config["quantization_config"]
     manifest = json.loads((tmp_path / "out/hqconv.json").read_text())
     assert manifest["source"]["quantization_config"] == own
@@ -208,14 +199,13 @@ def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
         )
 
     done = write(tmp_path / "src", FormatSpec(encode, {}, "", dense=plain))
-    words = _config("+", 2, False, [], is_flat=True)
-    words["dynamic"] = {
+    config = _config("+", 2, False, [], is_flat=True)
+    config["dynamic"] = {
         f"+:{re.escape(f'{layer}.{expert}.down_proj')}$": _matrix(3, True)
         for layer in done.truth
         for expert in range(sizes.experts)
     }
-    path = done.folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": words}))
+    _set_config(done.folder, config)
     found = _values(done.folder)
     for layer, block in done.truth.items():
         for role, stack in block.items():
@@ -224,50 +214,14 @@ def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
             )
 
 
-def test_a_warning_says_what_stock_vllm_reads_otherwise() -> None:
-    names = [f"{_LAYER}.{expert}.up_proj" for expert in range(9)]
-    assert _warnings(_flat(2)) == ""
-    minus = _warnings(_config("-", 2, True, names, is_flat=False))
-    assert "no flat b_dtype: stock vLLM 0.33 does not start" in minus
-    assert "formats under '-', which stock vLLM 0.33 leaves out" in minus
-    assert "9 in all" in minus
-    plus = _warnings(_config("+", 2, True, names, is_flat=True))
-    assert plus.count("\n") == 0, plus
-    assert "patterns without 're:'" in plus
-    assert ".*self_attn.*" in plus
-
-
 def test_a_minus_without_a_format_leaves_out() -> None:
     for entry in ({}, {"quant_method": "humming"}):
-        words = {**_flat(2), "dynamic": {f"-:{re.escape(_LAYER)}$": entry}}
-        assert declared_formats(words, {}).of(_LAYER).is_float
-        assert _warnings(words) == ""
-
-
-def test_stock_vllm_reads_what_the_warnings_say() -> None:
-    """By Humming's own classes, with the few lines of vLLM 0.33's HummingConfig that choose a module's words."""
-    schema: Any = pytest.importorskip("humming.schema").BaseWeightSchema
-
-    def by_vllm(words: Json, prefix: str) -> Any:
-        dynamic = words.get("dynamic", {})
-        if any(pattern[:1] == "-" and re.match(pattern[2:], prefix) for pattern in dynamic):
-            return None
-        own = dict(words)
-        own.update(
-            next((dynamic[p] for p in dynamic if p[:1] == "+" and re.match(p[2:], prefix)), {})
-        )
-        return str(schema.from_config(own).b_dtype)
-
-    name = f"{_LAYER}.0.up_proj"
-    with pytest.raises(TypeError, match="b_dtype"):
-        by_vllm(_config("-", 2, True, [name], is_flat=False), _LAYER)
-    assert by_vllm(_config("-", 2, True, [name], is_flat=False), name) is None
-    assert by_vllm(_config("+", 2, True, [name], is_flat=True), _LAYER) == "uint2"
-    assert by_vllm(_flat(2), _LAYER) == "uint2"
+        config = {**_flat(2), "dynamic": {f"-:{re.escape(_LAYER)}$": entry}}
+        assert declared_formats(config, {}).of(_LAYER).is_float
 
 
 def test_config_groups_must_say_something() -> None:
-    words = _config("-", 2, True, [], is_flat=False)
-    words["config_groups"]["group_0"]["targets"] = ["Conv1d"]
+    config = _config("-", 2, True, [], is_flat=False)
+    config["config_groups"]["group_0"]["targets"] = ["Conv1d"]
     with pytest.raises(HqconvError, match="makes no sense"):
-        declared_formats(words, {})
+        declared_formats(config, {})

@@ -35,23 +35,23 @@ def _write(folder: Path, stacks: dict[str, Parts]) -> Path:
     folder.mkdir()
     tensors = {
         f"{_LAYER}.{name}_{part}": tensor
-        for name, parts in stacks.items()
-        for part, tensor in parts.items()
+        for name, tensors in stacks.items()
+        for part, tensor in tensors.items()
     }
     tensors["model.llm.layers.0.mlp.gate.weight"] = torch.randn(E, HIDDEN).bfloat16()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    words = {"model_type": "inkling2_loop", "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
-    words |= {
+    config = {"model_type": "inkling2_loop", "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
+    config |= {
         "n_routed_experts": E,
         "num_experts_per_tok": 2,
         "num_hidden_layers": 1,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(words))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def _theirs(parts: Parts) -> torch.Tensor:
+def _theirs(tensors: Parts) -> torch.Tensor:
     """[E, rows, columns] by the op that transformers loads them with, in float32; w13's rows alternate."""
 
     class Model:
@@ -61,7 +61,7 @@ def _theirs(parts: Parts) -> torch.Tensor:
     loading = pytest.importorskip("transformers.core_model_loading")
     if not hasattr(loading, _OP):
         pytest.skip("transformers before 5.24")
-    given = {part: parts[part] for part in _PARTS if part in parts}
+    given = {part: tensors[part] for part in _PARTS if part in tensors}
     found: torch.Tensor
     (found,) = getattr(loading, _OP)().convert(given, list(_PARTS), ["w"], Model(), "w").values()
     assert found.dtype == torch.float32

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.formats import encoding, quant_config
-from hqconv.formats.config_reader import ConfigReader, Keys, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import Decoded, Encoding, MatrixHeaders, StoredMatrix, StoredTensor
-from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.quant_config import declared_formats
+from hqconv.formats.quant_config import ModuleRule, always, declared_formats, skipped_names
 from hqconv.formats.source_format import SourceFormat
 from tests.make import conversions
 from tests.make.formats import FormatSpec, Written, write
@@ -27,7 +26,7 @@ from tests.make.packing import Draw, Stored
 # --- the product module: what hqconv/formats/toy.py would hold -----------------------------------------------
 
 
-def parse_toy(config: ConfigReader, _text: Text) -> list[Rule]:
+def parse_toy(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Toy's config: 8-bit integers, a scale per `columns` columns."""
     size = config.integer("columns", 16)
     toy = SourceFormat("toy int8", "toy", "uint8", "", 1, size)

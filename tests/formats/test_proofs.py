@@ -36,25 +36,25 @@ def live(name: str) -> Published:
     return LIVE[name]()
 
 
-def decoded(folder: Path, one: Published) -> Tensors:
+def decoded(folder: Path, proof: Published) -> Tensors:
     """The same weights by hqconv, float32, but for formats without codes in the source's dtype."""
-    with open_source(one.checkpoint(folder)) as source:
+    with open_source(proof.checkpoint(folder)) as source:
         (layer,) = source.map_experts().layers
         return {
             f"{expert}.{role}": source.read_expert(layer, expert, [role], torch.device("cpu"))[
                 role
             ].values()
-            for expert, role in roles_of(one.values)
+            for expert, role in roles_of(proof.values)
         }
 
 
-def assert_equal(ours: Tensors, one: Published) -> None:
+def assert_equal(ours: Tensors, proof: Published) -> None:
     """Bit for bit in the package's dtype, but for the sign of zeros."""
-    assert ours.keys() == one.values.keys()
-    for key, theirs in one.values.items():
+    assert ours.keys() == proof.values.keys()
+    for key, theirs in proof.values.items():
         found, expected = ours[key].to(theirs.dtype) + 0.0, theirs + 0.0
         assert found.shape == expected.shape
-        limit = 0.0 if one.roundings == 1 else 2.0**-23  # of a float32 number
+        limit = 0.0 if proof.roundings == 1 else 2.0**-23  # of a float32 number
         wrong = (
             (found.double() - expected.double()).abs() > limit * expected.double().abs()
         ).nonzero()
@@ -67,15 +67,15 @@ def assert_equal(ours: Tensors, one: Published) -> None:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", LIVE)
 def test_live(name: str, tmp_path: Path) -> None:
-    one = live(name)
-    assert (one.package.split()[0], one.wrote) == said_of(name)
-    assert_equal(decoded(tmp_path / "source", one), one)
+    proof = live(name)
+    assert (proof.package.split()[0], proof.wrote) == said_of(name)
+    assert_equal(decoded(tmp_path / "source", proof), proof)
 
 
 @pytest.mark.parametrize("name", recorded())
 def test_recorded(name: str, tmp_path: Path) -> None:
-    one = recording(name)
-    assert_equal(decoded(tmp_path / "source", one), one)
+    proof = recording(name)
+    assert_equal(decoded(tmp_path / "source", proof), proof)
 
 
 # --- what the packages wrote and hqconv once refused -------------------------------------------------------
@@ -83,39 +83,45 @@ def test_recorded(name: str, tmp_path: Path) -> None:
 
 def test_zeros_of_symmetric_codes_must_be_the_midpoint(tmp_path: Path) -> None:
     """Quark stores zero points of symmetric integers too: all zero."""
-    one = recording("quark-int4")
-    name = next(key for key in one.tensors if key.endswith("weight_zero_point"))
-    assert not one.tensors[name].any()
-    wrong = replace(one, tensors={**one.tensors, name: torch.ones_like(one.tensors[name])})
+    proof = recording("quark-int4")
+    name = next(key for key in proof.tensors if key.endswith("weight_zero_point"))
+    assert not proof.tensors[name].any()
+    wrong = replace(proof, tensors={**proof.tensors, name: torch.ones_like(proof.tensors[name])})
     with pytest.raises(
         InputError, match="A symmetric matrix has zero points other than the midpoint"
     ):
         decoded(tmp_path / "wrong", wrong)
     without = {
-        key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")
+        key: tensor
+        for key, tensor in proof.tensors.items()
+        if not key.endswith("weight_zero_point")
     }
-    assert_equal(decoded(tmp_path / "without", replace(one, tensors=without)), one)
+    assert_equal(decoded(tmp_path / "without", replace(proof, tensors=without)), proof)
 
 
 def test_asymmetric_codes_need_their_zeros(tmp_path: Path) -> None:
-    one = recording("quark-int4-zp")
+    proof = recording("quark-int4-zp")
     without = {
-        key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")
+        key: tensor
+        for key, tensor in proof.tensors.items()
+        if not key.endswith("weight_zero_point")
     }
     with pytest.raises(InputError, match="is missing"):
-        decoded(tmp_path / "source", replace(one, tensors=without))
+        decoded(tmp_path / "source", replace(proof, tensors=without))
 
 
 def test_block_scales_may_keep_the_dimensions_of_blocks(tmp_path: Path) -> None:
     """ModelOpt stores [N / 128, 1, K / 128, 1]; other shapes of four dimensions are refused."""
-    one = recording("modelopt-fp8-blocks")
-    scales = {key: tensor for key, tensor in one.tensors.items() if key.endswith("weight_scale")}
+    proof = recording("modelopt-fp8-blocks")
+    scales = {key: tensor for key, tensor in proof.tensors.items() if key.endswith("weight_scale")}
     assert any(scale.ndim == 4 for scale in scales.values())
     flat = {key: scale.reshape(scale.shape[0], -1) for key, scale in scales.items() if scale.ndim}
-    assert_equal(decoded(tmp_path / "flat", replace(one, tensors={**one.tensors, **flat})), one)
+    assert_equal(
+        decoded(tmp_path / "flat", replace(proof, tensors={**proof.tensors, **flat})), proof
+    )
     turned = {key: scale.permute(1, 0, 3, 2) for key, scale in scales.items() if scale.ndim}
     with pytest.raises(InputError, match="A tensor has the wrong shape"):
-        decoded(tmp_path / "turned", replace(one, tensors={**one.tensors, **turned}))
+        decoded(tmp_path / "turned", replace(proof, tensors={**proof.tensors, **turned}))
 
 
 # --- the table of docs/sources.md --------------------------------------------------------------------------
@@ -132,10 +138,10 @@ def test_every_format_has_a_proof_or_says_that_it_has_none() -> None:
 
 def test_matrices_of_packages_are_of_the_versions_that_the_table_names() -> None:
     writers = {"modelopt": "nvidia-modelopt", "autoround": "auto-round", "gptqmodel": "gptqmodel"}
-    words = json.loads(
+    written = json.loads(
         (Path(__file__).resolve().parents[1] / "data" / "written" / "words.json").read_text()
     )
-    said = {words[name]["written_by"].partition(",")[0] for name in writers}
+    said = {written[name]["written_by"].partition(",")[0] for name in writers}
     said.add(f"compressed-tensors {version('compressed-tensors')}")
     assert {package for package, _, _ in BY_MATRIX.values()} == said
 

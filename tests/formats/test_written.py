@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hqconv.errors import InputError
+from hqconv.formats.encoding import decode_matrix, resolve_format
 from hqconv.formats.quant_config import declared_formats
-from hqconv.formats.source_matrix import decode_matrix, resolve_format
 from hqconv.schemas.tensors import TensorSpec
 from tests.make import configs
 from tests.make.configs import Json
@@ -30,22 +30,22 @@ def recorded(writer: str) -> dict[str, torch.Tensor]:
     tensors = json.loads(DATA.read_text())[writer]["tensors"]
     return {
         name: torch.frombuffer(
-            bytearray.fromhex(one["hex"]), dtype=getattr(torch, one["dtype"])
-        ).reshape(one["shape"])
-        for name, one in tensors.items()
+            bytearray.fromhex(entry["hex"]), dtype=getattr(torch, entry["dtype"])
+        ).reshape(entry["shape"])
+        for name, entry in tensors.items()
     }
 
 
-def decoded(config: Json, parts: dict[str, torch.Tensor], n: int, k: int) -> torch.Tensor:
+def decoded(config: Json, tensors: dict[str, torch.Tensor], n: int, k: int) -> torch.Tensor:
     """What hqconv makes of a matrix under a config, from its headers on."""
     fmt = declared_formats(config["quantization_config"], {}).of(EXPERT)
     headers = {
         name: TensorSpec(f"{EXPERT}.{name}", NAMES[t.dtype], tuple(t.shape))
-        for name, t in parts.items()
+        for name, t in tensors.items()
     }
     found = resolve_format(fmt, headers, n, k)
     return decode_matrix(
-        found.format, {part: parts[name] for part, name in found.used.items()}, (n, k), {}
+        found.format, {part: tensors[name] for part, name in found.used.items()}, (n, k), {}
     ).values()
 
 
@@ -73,35 +73,35 @@ def part(writer: str, prefix: str) -> dict[str, torch.Tensor]:
 
 def test_modelopt_mxfp4_is_what_its_own_decoder_says() -> None:
     tensors = recorded("modelopt")
-    parts = {name: tensors[name] for name in ("weight", "weight_scale")}
-    found = decoded(configs.modelopt("W4A8_MXFP4_FP8", group_size=32), parts, 8, 64)
+    stored = {name: tensors[name] for name in ("weight", "weight_scale")}
+    found = decoded(configs.modelopt("W4A8_MXFP4_FP8", group_size=32), stored, 8, 64)
     assert torch.equal(found, tensors["expected"])
-    assert_nearest(found, tensors["w"], powers(parts["weight_scale"]), E2M1)
+    assert_nearest(found, tensors["w"], powers(tensors["weight_scale"]), E2M1)
 
 
 @pytest.mark.parametrize(("bits", "grid"), [(4, E2M1), (8, E4M3)])
 def test_auto_round_writes_mx_fp(bits: int, grid: torch.Tensor) -> None:
-    parts = part("autoround", f"{bits}.")
+    tensors = part("autoround", f"{bits}.")
     config = configs.auto_round("auto_round:mx_fp", data_type="mx_fp", bits=bits, group_size=32)
-    found = decoded(config, parts, 8, 64)
-    assert_nearest(found, recorded("autoround")["w"], powers(parts["weight_scale"]), grid)
+    found = decoded(config, tensors, 8, 64)
+    assert_nearest(found, recorded("autoround")["w"], powers(tensors["weight_scale"]), grid)
 
 
 def test_auto_round_writes_nv_fp() -> None:
-    parts = part("autoround", "nv.")
+    tensors = part("autoround", "nv.")
     found = decoded(
-        configs.auto_round("auto_round:nv_fp", data_type="nv_fp", group_size=16), parts, 8, 64
+        configs.auto_round("auto_round:nv_fp", data_type="nv_fp", group_size=16), tensors, 8, 64
     )
     step = (
-        parts["weight_scale"].double().repeat_interleave(16, 1)
-        / parts["weight_global_scale"].double()
+        tensors["weight_scale"].double().repeat_interleave(16, 1)
+        / tensors["weight_global_scale"].double()
     )
     w = recorded("autoround")["w"]
     assert_nearest(found, w.clamp(-6 * step, 6 * step).float(), step, E2M1)
 
 
 @pytest.mark.parametrize(
-    ("method", "words", "blocks"),
+    ("method", "changes", "blocks"),
     [
         ("row", {}, (1, 64)),
         ("tensor", {"weight_scale_method": "tensor"}, (8, 64)),
@@ -109,22 +109,22 @@ def test_auto_round_writes_nv_fp() -> None:
     ],
 )
 def test_gptqmodels_fp8_scale_divides(
-    method: str, words: dict[str, Any], blocks: tuple[int, int]
+    method: str, changes: dict[str, Any], blocks: tuple[int, int]
 ) -> None:
     """A decoder that multiplied would be off by the square of the scale."""
-    parts = part("gptqmodel", f"{method}.")
-    found = decoded(configs.gptqmodel_fp8(**words), parts, 8, 64)
-    inverse = parts["weight_scale_inv"].double().reshape(8 // blocks[0], 64 // blocks[1])
+    tensors = part("gptqmodel", f"{method}.")
+    found = decoded(configs.gptqmodel_fp8(**changes), tensors, 8, 64)
+    inverse = tensors["weight_scale_inv"].double().reshape(8 // blocks[0], 64 // blocks[1])
     step = (1 / inverse).repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
     assert_nearest(found, recorded("gptqmodel")["w"], step, E4M3)
 
 
 def test_a_scale_that_divides_must_be_positive() -> None:
-    parts = part("gptqmodel", "row.")
-    parts["weight_scale_inv"] = parts["weight_scale_inv"].clone()
-    parts["weight_scale_inv"][3] = 0
+    tensors = part("gptqmodel", "row.")
+    tensors["weight_scale_inv"] = tensors["weight_scale_inv"].clone()
+    tensors["weight_scale_inv"][3] = 0
     with pytest.raises(InputError, match="scale is not usable"):
-        decoded(configs.gptqmodel_fp8(), parts, 8, 64)
+        decoded(configs.gptqmodel_fp8(), tensors, 8, 64)
 
 
 def test_compressed_tensors_mxfp6() -> None:
@@ -155,7 +155,7 @@ def test_w4afp8_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "parts"),
+    ("config", "tensors"),
     [
         (
             configs.modelopt("W4A8_MXFP4_FP8"),
@@ -173,13 +173,13 @@ def test_w4afp8_pairs() -> None:
     ],
 )
 def test_a_shape_that_contradicts_the_config_is_refused(
-    config: Json, parts: dict[str, tuple[int, int]]
+    config: Json, tensors: dict[str, tuple[int, int]]
 ) -> None:
     k = 128 if "w4afp8" in str(config) else 64
     fmt = declared_formats(config["quantization_config"], {}).of(EXPERT)
     headers = {
         name: TensorSpec(name, "F32" if "inv" in name else "U8", shape)
-        for name, shape in parts.items()
+        for name, shape in tensors.items()
     }
     with pytest.raises(InputError, match="wrong shape"):
         resolve_format(fmt, headers, 8, k)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from hqconv import inspect, plan
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.source_matrix import SourceMatrix
+from hqconv.formats.encoding import SourceMatrix
 from hqconv.gguf.header import read_header
 from hqconv.gguf.source import GgufSource, open_gguf
 from hqconv.models.expert_map import ExpertMap

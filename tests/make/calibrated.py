@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hqconv.calibration.gptq import Products
+from hqconv.calibration.gptq import InputProducts
 from hqconv.quantization import torch_ops
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantized import QuantizedStack
@@ -48,10 +48,10 @@ def correlated(count: int, columns: int, seed: int, spread: float = 1.0) -> torc
     return (mixed + 0.5 * torch.randn(count, columns, generator=generator)) * sizes
 
 
-def products_of(inputs: list[torch.Tensor]) -> Products:
+def products_of(inputs: list[torch.Tensor]) -> InputProducts:
     each = [x.double().t() @ x.double() for x in inputs]
     held = [x[: len(x) // 4].double().t() @ x[: len(x) // 4].double() for x in inputs]
-    return Products(torch.stack(each), torch.stack(held))
+    return InputProducts(torch.stack(each), torch.stack(held))
 
 
 def decoded(

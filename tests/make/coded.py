@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hqconv.formats.encoding import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.source_format import ANY, SourceFormat
-from hqconv.formats.source_matrix import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
@@ -54,7 +54,7 @@ class Case:
         """The declared format, completed."""
         return resolve_format(self.declared, self.headers(), *self.shape)
 
-    def parts(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+    def stored(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """The tensors by canonical name."""
         return {part: self.tensors[raw].to(device) for part, raw in self.completed().used.items()}
 
@@ -64,7 +64,7 @@ class Case:
 
     def matrix(self, device: str = "cpu") -> SourceMatrix:
         """The matrix, decoded."""
-        return decode_matrix(self.completed().format, self.parts(device), self.shape, self.names())
+        return decode_matrix(self.completed().format, self.stored(device), self.shape, self.names())
 
     def coded(self, device: str = "cpu") -> CodedMatrix:
         """The matrix as codes and scales."""
@@ -88,7 +88,7 @@ class Draw:
     ) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
-    def words(self, *shape: int) -> torch.Tensor:
+    def int32(self, *shape: int) -> torch.Tensor:
         """int32 words of random bits."""
         return self.integers(-(2**31), 2**31, *shape, dtype=torch.int32)
 
@@ -123,7 +123,7 @@ def cases() -> Iterator[Case]:
 
 def case(name: str) -> Case:
     """The case of a name."""
-    return next(one for one in cases() if one.name == name)
+    return next(found for found in cases() if found.name == name)
 
 
 def _fp8(draw: Draw) -> Iterator[Case]:
@@ -203,26 +203,26 @@ def _compressed(draw: Draw) -> Iterator[Case]:
             for zero in (False, True):
                 groups = K // size if size else 1
                 tensors = {
-                    "weight_packed": draw.words(N, K * bits // 32),
+                    "weight_packed": draw.int32(N, K * bits // 32),
                     "weight_scale": draw.signed_scales(N, groups, dtype=torch.bfloat16),
                     "weight_shape": shape,
                 }
                 if zero:
-                    tensors["weight_zero_point"] = draw.words(N * bits // 32, groups)
+                    tensors["weight_zero_point"] = draw.int32(N * bits // 32, groups)
                 yield Case(
                     f"ct-int{bits}-{size or 'c'}{'-zp' if zero else ''}",
                     SourceFormat("pack", "packed_int", f"uint{bits}", "", 1, size, zero),
                     tensors,
                 )
     padded = SourceFormat("pack", "packed_int", "uint3", "", 1, 64, True)
-    words = {
-        "weight_packed": draw.words(N, -(-K // 10)),
-        "weight_zero_point": draw.words(-(-N // 10), 4),
+    codes = {
+        "weight_packed": draw.int32(N, -(-K // 10)),
+        "weight_zero_point": draw.int32(-(-N // 10), 4),
     }
-    yield Case("ct-int3-padded", padded, {**words, "weight_scale": draw.scales(N, 4)})
+    yield Case("ct-int3-padded", padded, {**codes, "weight_scale": draw.scales(N, 4)})
     permuted = SourceFormat("pack", "packed_int", "uint4", "", 1, 64, is_permuted=True)
     tensors = {
-        "weight_packed": draw.words(N, K // 8),
+        "weight_packed": draw.int32(N, K // 8),
         "weight_scale": draw.scales(N, 4, dtype=torch.float16),
         "weight_g_idx": draw.integers(0, 4, K, dtype=torch.int32),
     }
@@ -260,8 +260,8 @@ def _gptq(draw: Draw) -> Iterator[Case]:
                 options=(("zero_offset", 2 - version),),
             )
             tensors = {
-                "qweight": draw.words(K * bits // 32, N),
-                "qzeros": draw.words(K // 64, N * bits // 32),
+                "qweight": draw.int32(K * bits // 32, N),
+                "qzeros": draw.int32(K // 64, N * bits // 32),
                 "scales": draw.scales(K // 64, N, dtype=torch.float16),
                 "g_idx": trivial,
             }
@@ -279,8 +279,8 @@ def _gptq(draw: Draw) -> Iterator[Case]:
     declared = replace(case_format := declared, b_dtype="uint4", is_permuted=True)
     declared = replace(declared, options=(*case_format.options, ("desc_act", True)))
     tensors = {
-        "qweight": draw.words(K // 8, N),
-        "qzeros": draw.words(K // 64, N // 8),
+        "qweight": draw.int32(K // 8, N),
+        "qzeros": draw.int32(K // 64, N // 8),
         "scales": draw.scales(K // 64, N, dtype=torch.float16),
         "g_idx": trivial[torch.randperm(K, generator=draw.generator)],
     }
@@ -289,8 +289,8 @@ def _gptq(draw: Draw) -> Iterator[Case]:
 
 def _awq(draw: Draw) -> Iterator[Case]:
     tensors = {
-        "qweight": draw.words(K, N // 8),
-        "qzeros": draw.words(K // 64, N // 8),
+        "qweight": draw.int32(K, N // 8),
+        "qzeros": draw.int32(K // 64, N // 8),
         "scales": draw.scales(K // 64, N, dtype=torch.float16),
     }
     yield Case("awq", SourceFormat("awq", "awq", "uint4", group_k=64, has_zero_point=True), tensors)
@@ -310,61 +310,34 @@ def _bitnet(draw: Draw) -> Iterator[Case]:
         )
 
 
+def _quark_spec(dtype: str, qscheme: str, group_size: int | None = None, **more: Any) -> Any:
+    sizes = {} if group_size is None else {"group_size": group_size}
+    return {"dtype": dtype, "qscheme": f"per_{qscheme}", **sizes, **more}
+
+
+SECOND = {"scale_dtype": "fp8_e4m3", "scale_qscheme": "per_tensor"}
 QUARK: dict[str, dict[str, Any]] = {
-    "int4-group": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True},
-    "uint4-group": {"dtype": "uint4", "qscheme": "per_group", "group_size": 32, "symmetric": False},
-    "int4-group-order": {
-        "dtype": "int4",
-        "qscheme": "per_group",
-        "group_size": 32,
-        "pack_method": "order",
-    },
-    "int4-group-zp": {
-        "dtype": "int4",
-        "qscheme": "per_group",
-        "group_size": 32,
-        "symmetric": False,
-    },
-    "int4-channel": {"dtype": "int4", "qscheme": "per_channel", "symmetric": True},
-    "uint4-channel": {"dtype": "uint4", "qscheme": "per_channel"},
-    "int4-tensor": {"dtype": "int4", "qscheme": "per_tensor", "symmetric": False},
-    "int8-group": {"dtype": "int8", "qscheme": "per_group", "group_size": 64, "symmetric": True},
-    "uint8-group": {"dtype": "uint8", "qscheme": "per_group", "group_size": 64},
-    "int8-channel": {"dtype": "int8", "qscheme": "per_channel", "symmetric": True},
-    "int2-group": {"dtype": "int2", "qscheme": "per_group", "group_size": 32, "symmetric": True},
-    "int3-group": {"dtype": "int3", "qscheme": "per_group", "group_size": 32, "symmetric": True},
-    "fp4-e8m0": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
-    "fp4-nv": {
-        "dtype": "fp4",
-        "qscheme": "per_group",
-        "group_size": 16,
-        "scale_dtype": "fp8_e4m3",
-        "scale_qscheme": "per_tensor",
-    },
-    "fp4-e5m3": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e5m3"},
-    "fp6-e3m2": {
-        "dtype": "fp6_e3m2",
-        "qscheme": "per_group",
-        "group_size": 32,
-        "scale_format": "e8m0",
-    },
-    "fp6-e2m3": {
-        "dtype": "fp6_e2m3",
-        "qscheme": "per_group",
-        "group_size": 32,
-        "scale_format": "e8m0",
-    },
-    "fp8-channel": {"dtype": "fp8_e4m3", "qscheme": "per_channel"},
-    "fp8-tensor": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
-    "fp8-block": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (64, 128)},
-    "int4-fp8": {
-        "dtype": "int4",
-        "qscheme": "per_channel",
-        "symmetric": True,
-        "scale_dtype": "fp8_e4m3",
-        "scale_qscheme": "per_tensor",
-        "scale_stage": 0,
-    },
+    "int4-group": _quark_spec("int4", "group", 32, symmetric=True),
+    "uint4-group": _quark_spec("uint4", "group", 32, symmetric=False),
+    "int4-group-order": _quark_spec("int4", "group", 32, pack_method="order"),
+    "int4-group-zp": _quark_spec("int4", "group", 32, symmetric=False),
+    "int4-channel": _quark_spec("int4", "channel", symmetric=True),
+    "uint4-channel": _quark_spec("uint4", "channel"),
+    "int4-tensor": _quark_spec("int4", "tensor", symmetric=False),
+    "int8-group": _quark_spec("int8", "group", 64, symmetric=True),
+    "uint8-group": _quark_spec("uint8", "group", 64),
+    "int8-channel": _quark_spec("int8", "channel", symmetric=True),
+    "int2-group": _quark_spec("int2", "group", 32, symmetric=True),
+    "int3-group": _quark_spec("int3", "group", 32, symmetric=True),
+    "fp4-e8m0": _quark_spec("fp4", "group", 32, scale_format="e8m0"),
+    "fp4-nv": _quark_spec("fp4", "group", 16, **SECOND),
+    "fp4-e5m3": _quark_spec("fp4", "group", 32, scale_format="e5m3"),
+    "fp6-e3m2": _quark_spec("fp6_e3m2", "group", 32, scale_format="e8m0"),
+    "fp6-e2m3": _quark_spec("fp6_e2m3", "group", 32, scale_format="e8m0"),
+    "fp8-channel": _quark_spec("fp8_e4m3", "channel"),
+    "fp8-tensor": _quark_spec("fp8_e4m3", "tensor"),
+    "fp8-block": _quark_spec("fp8_e4m3", "block", block_size=(64, 128)),
+    "int4-fp8": _quark_spec("int4", "channel", symmetric=True, **SECOND, scale_stage=0),
     "mx-fp4": {"dtype": "mx", "mx_element_dtype": "fp4", "group_size": 32},
     "mx-fp6": {"dtype": "mx", "mx_element_dtype": "fp6_e2m3", "group_size": 32},
 }
@@ -427,7 +400,7 @@ def _quark_tensor(
     if spec["dtype"] == "int2":
         return draw.integers(-2, 2, *shape, dtype=dtype)
     if dtype == torch.int32:
-        return draw.words(*shape)
+        return draw.int32(*shape)
     values = draw.integers(0, 256, *shape)
     if spec["dtype"] == "mx":  # the exponent bytes of embedded blocks: signed, in a sensible range
         step = 17 if "fp4" in spec["mx_element_dtype"] else 25
@@ -466,5 +439,5 @@ def _humming(draw: Draw) -> Iterator[Case]:
     for name in HUMMING:
         schema = resolve_schema(name)
         weights = torch.randn(N, K, generator=draw.generator).bfloat16()
-        done = quantize([weights], schema, "bfloat16")[0]
-        yield Case(f"humming-{name}", humming_format(schema), done.tensors)
+        quantized = quantize([weights], schema, "bfloat16")[0]
+        yield Case(f"humming-{name}", humming_format(schema), quantized.tensors)

@@ -86,20 +86,20 @@ def run(
 def run_until(
     src: Path,
     out: Path,
-    num_groups: int,
+    num_units: int,
     schema: str | LayerSchema,
     grid: Grid | None = None,
     **options: Any,
 ) -> None:
-    """`run`, interrupted once so many groups are done."""
+    """`run`, interrupted once so many units are done."""
 
     def stop(progress: Progress) -> None:
-        if progress.num_groups_done == num_groups:
+        if progress.num_units_done == num_units:
             raise KeyboardInterrupt
 
     with suppress(KeyboardInterrupt):
         run(src, out, schema, grid, progress=stop, **options)
-        raise AssertionError(f"it ended before {num_groups} groups were done")
+        raise AssertionError(f"it ended before {num_units} units were done")
 
 
 def check(

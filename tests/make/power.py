@@ -101,7 +101,7 @@ def _anew(work: Path, name: str, src: Path) -> Recorded:
     before, disk = _folders(work)
 
     def stop(progress: Any) -> None:
-        if progress.num_groups_done:
+        if progress.num_units_done:
             raise KeyboardInterrupt
 
     with suppress(KeyboardInterrupt):

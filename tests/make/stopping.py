@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from hqconv.cli.interrupt import MESSAGE
+from hqconv.__main__ import MESSAGE
 from hqconv.conversion.output_folder import side_folder
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
@@ -23,26 +23,28 @@ _PROGRESS_LINE = re.compile(r"(\w+: )?[\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  .*\(\d
 DRIVER = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
-import hqconv.cli.progress_bar, hqconv.cli.render
+import hqconv.cli.app, hqconv.cli.progress_bar, hqconv.cli.render
 from hqconv.humming_ops.runtime import humming
-from hqconv.cli import app, interrupt
+from hqconv.__main__ import MESSAGE, SIGNALS, listen, run as run_command
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 
 def command(arguments, go):
-    for number in interrupt.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     sys.argv = ["hqconv", *arguments]
-    interrupt.listen()
-    os.write(go, b"x")
     code = 1
     try:
-        app.main()
-    except SystemExit as end:
-        code = end.code or 0
+        listen()
+        os.write(go, b"x")
+        code = run_command()
+    except SystemExit as end:  # a signal just before the command
+        code = end.code
+        print(MESSAGE, file=sys.stderr)
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 humming()

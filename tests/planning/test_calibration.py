@@ -34,29 +34,15 @@ def test_a_text_is_known_by_its_name_and_bytes_and_never_by_its_place(tmp_path: 
     for text in texts:
         text.parent.mkdir()
         text.write_bytes(b"hello\r\n")
-    one, other = (
+    found, same = (
         calibration_of(text, calibrate_tokens=512, calibrate_context=64) for text in texts
     )
-    assert one == other
-    assert one.files == (texts[0],)
-    assert (one.name, one.sha256) == ("text.txt", hashlib.sha256(b"hello\r\n").hexdigest())
-    assert (one.num_tokens, one.context_length, one.device) == (512, 64, "cuda")
+    assert found == same
+    assert found.path == texts[0]
+    assert (found.name, found.sha256) == ("text.txt", hashlib.sha256(b"hello\r\n").hexdigest())
+    assert (found.num_tokens, found.context_length, found.device) == (512, 64, "cuda")
     texts[1].write_bytes(b"hello\n")
-    assert calibration_of(texts[1]).sha256 != one.sha256
-
-
-def test_the_digest_of_a_folder_is_of_the_names_and_bytes_of_its_files(tmp_path: Path) -> None:
-    (tmp_path / "texts/more").mkdir(parents=True)
-    files = [tmp_path / "texts/a", tmp_path / "texts/more/b"]
-    digests = set()
-    for contents in ((b"1", b"2"), (b"2", b"1"), (b"12", b""), (b"1", b"2")):
-        for file, content in zip(files, contents, strict=True):
-            file.write_bytes(content)
-        digests.add(calibration_of(tmp_path / "texts").sha256)
-    assert len(digests) == 3
-    assert calibration_of(tmp_path / "texts").files == tuple(files)
-    files[1].rename(tmp_path / "texts/more/c")
-    assert calibration_of(tmp_path / "texts").sha256 not in digests
+    assert calibration_of(texts[1]).sha256 != found.sha256
 
 
 @pytest.mark.parametrize(
@@ -106,10 +92,8 @@ def test_a_file_with_the_name_of_the_builtin_text_is_read_where_a_path_is_given(
     recipe = with_recipe("recipe.toml", OPTIONS)["calibrate"]
     for text in ("./builtin", Path("builtin"), str(tmp_path / "builtin"), recipe):
         found = calibration_of(text)
-        assert (found.sha256, found.files) == (
-            hashlib.sha256(b"own words").hexdigest(),
-            (Path(text),),
-        )
+        assert found.path == Path(text)
+        assert found.sha256 == hashlib.sha256(b"own words").hexdigest()
     found = calibration_of("builtin")
-    assert (found.name, found.files) == ("builtin", (BUILTIN_TEXT,))
+    assert (found.name, found.path) == ("builtin", BUILTIN_TEXT)
     assert found.sha256 == hashlib.sha256(BUILTIN_TEXT.read_bytes()).hexdigest()

@@ -284,7 +284,7 @@ def test_inspect_unfinished(tmp_path: Path) -> None:
         for unit in ("a", "b"):
             journal.record(JournalEntry(unit, [], {}))
     described = inspect(str(tmp_path))
-    assert (described["kind"], described["num_groups_done"]) == ("unfinished", 2)
+    assert (described["kind"], described["num_units_done"]) == ("unfinished", 2)
     stdout = succeed("inspect", tmp_path)
     assert "not an artifact yet" in stdout
     assert "--resume" in stdout

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.errors import InputError, RequestError
-from hqconv.schemas.model_config import AttentionHeads, attention_heads
+from hqconv.schemas.engine import AttentionHeads, attention_heads
 from tests.make.command import call
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot

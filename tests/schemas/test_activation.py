@@ -37,20 +37,21 @@ def test_older_artifacts_say_the_name_only(label: str) -> None:
 
 @pytest.mark.parametrize("activation", GATED, ids=Activation.describe)
 def test_words_are_read_back(activation: Activation) -> None:
-    words = json.loads(json.dumps(activation.to_dict(gated=True)))
-    assert Activation.from_dict(words) == activation
-    assert words == {"activation": activation.label} | (
+    document = json.loads(json.dumps(activation.to_dict(gated=True)))
+    assert Activation.from_dict(document) == activation
+    assert document == {"activation": activation.label} | (
         {"activation_parameters": activation.numbers} if activation.numbers else {}
     )
 
 
 @pytest.mark.parametrize(
-    "activation", [one for one in UNKNOWN if one.name != "swigluoai" or one.numbers]
+    "activation",
+    [activation for activation in UNKNOWN if activation.name != "swigluoai" or activation.numbers],
 )
 def test_words_say_where_nothing_but_the_name_is_known(activation: Activation) -> None:
-    words = activation.to_dict(gated=True)
-    assert words["activation_is_known"] is False
-    assert Activation.from_dict(words) == activation
+    document = activation.to_dict(gated=True)
+    assert document["activation_is_known"] is False
+    assert Activation.from_dict(document) == activation
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))

@@ -69,21 +69,21 @@ def test_recipe(path: Path, tmp_path: Path) -> None:
     load_recipe(path)
     make, conversion, target, inputs, num_ranks = PLANNED[path.stem]
     model = make(tmp_path / "model")
-    words = planned(model, path)
-    assert set(words["conversion"]) == {conversion}
-    assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (
+    plan = planned(model, path)
+    assert set(plan["conversion"]) == {conversion}
+    assert (plan["target"], plan["input_schema"], len(plan["rank_bytes"])) == (
         target,
         inputs,
         num_ranks,
     )
     if path.stem == "mixtral-fp8-l40s":  # flags win
-        words = planned(model, path, "--tp", "1", "--schema", "int4-g64", "--input-schema", "int8")
-        assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (
+        plan = planned(model, path, "--tp", "1", "--schema", "int4-g64", "--input-schema", "int8")
+        assert (plan["target"], plan["input_schema"], len(plan["rank_bytes"])) == (
             "sm89",
             "int8",
             1,
         )
-        assert words["schema"]["name"] == "int4-g64"
+        assert plan["schema"]["name"] == "int4-g64"
 
 
 # --- schemas -----------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import shlex
 
 import pytest
 
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.engine import ENGINE, AttentionHeads
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.model_config import AttentionHeads
 
 COMMANDS = {
     Grid(): "vllm serve out",

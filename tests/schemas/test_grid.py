@@ -142,9 +142,9 @@ def test_impossible_grids_are_refused() -> None:
         "--redundant-experts": {"redundant": -1},
         "--expert-placement": {"placement": "striped"},
     }
-    for option, words in options.items():
+    for option, values in options.items():
         with pytest.raises(RequestError, match=option) as caught:
-            Grid(**words)
+            Grid(**values)
         assert caught.value.exit_code == 2
 
 

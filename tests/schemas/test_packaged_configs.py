@@ -55,21 +55,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         (source / "pyproject.toml").write_text(
             project.replace("[project.urls]", f"[project.urls]\n{urls}")
         )
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-        ]
+        command = (
+            f"{sys.executable} -m pip wheel --no-deps --no-build-isolation --no-index -w".split()
+        )
         done = subprocess.run(
-            [*command, "-w", folder, source],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=folder,
+            [*command, folder, source], capture_output=True, text=True, check=False, cwd=folder
         )
         assert done.returncode == 0, done.stderr
         (wheel,) = folder.glob("*.whl")
@@ -116,13 +106,11 @@ def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Pa
     venv.create(tmp_path / "venv")
     bins = tmp_path / "venv/bin"
     needed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
-        "PYTHONDONTWRITEBYTECODE": "1"
-    }
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
 
     def run(*command: object) -> str:
         done = subprocess.run(
-            [str(word) for word in command],
+            list(map(str, command)),
             capture_output=True,
             text=True,
             check=False,
@@ -134,41 +122,23 @@ def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Pa
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bins / "python")
     run(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel_file)
-    site = Path(
-        run(bins / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    )
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(bins / "python", "-c", where).strip())
     (site / "of_the_tests.pth").write_text("".join(f"{folder}\n" for folder in needed))
-    assert Path(
-        run(bins / "python", "-c", "import hqconv; print(hqconv.__file__)").strip()
-    ).is_relative_to(site)
-    assert run(bins / "hqconv", "--version").startswith(f"hqconv {hqconv.__version__}\n")
-    listed = json.loads(run(bins / "hqconv", "schemas", "--recipes", "--json"))
+    imported = run(bins / "python", "-c", "import hqconv; print(hqconv.__file__)")
+    assert Path(imported.strip()).is_relative_to(site)
+    command = bins / "hqconv"
+    assert run(command, "--version").startswith(f"hqconv {hqconv.__version__}\n")
+    listed = json.loads(run(command, "schemas", "--recipes", "--json"))
     assert len(listed["recipes"]) + len(listed["schemas"]) == len(FILES)
     assert json.loads(run(bins / "hqconv", "schemas", "--for", "h100", "--json"))["schema"]
     source = write_qwen3_moe(tmp_path / "model", num_layers=1)
-    run(
-        bins / "hqconv",
-        "convert",
-        source,
-        "-o",
-        "out",
-        "--schema",
-        "mxfp4",
-        "--target",
-        "h100",
-        "--device",
-        "cpu",
-    )
-    assert (
-        "PASS"
-        in run(
-            bins / "hqconv", "verify", "out", "--source", source, "--device", "cpu"
-        ).splitlines()[-1]
-    )
-    assert (
-        json.loads((tmp_path / "out/hqconv.json").read_bytes())["hqconv_version"]
-        == hqconv.__version__
-    )
+    options = "-o out --schema mxfp4 --target h100 --device cpu"
+    run(command, "convert", source, *options.split())
+    verified = run(command, "verify", "out", "--source", source, "--device", "cpu")
+    assert "PASS" in verified.splitlines()[-1]
+    manifest = json.loads((tmp_path / "out/hqconv.json").read_bytes())
+    assert manifest["hqconv_version"] == hqconv.__version__
 
 
 def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
@@ -186,14 +156,14 @@ def test_a_wheel_says_who_made_it_and_what_it_needs(wheel: dict[str, bytes]) -> 
     found = metadata(wheel)
     assert (found["Name"], found["Version"]) == ("hqconv", hqconv.__version__)
     assert f"\n## {hqconv.__version__}\n" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
-    for key in (
+    for key in [
         "Author",
         "Summary",
         "Keywords",
         "License-Expression",
         "License-File",
         "Requires-Python",
-    ):
+    ]:
         assert found[key], key
     classifiers = found.get_all("Classifier", [])
     assert "Typing :: Typed" in classifiers

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered
+from hqconv.warm.compile_kernels import warm
 from hqconv.warm.kernel_store import read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe

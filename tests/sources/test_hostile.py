@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as serialize
 
-from hqconv.conversion.resources import working_bytes
+from hqconv.conversion.resources import cpu_need
 from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.encoding import part_names
 from hqconv.models.expert_map import map_experts
@@ -172,7 +172,7 @@ DECLARED: dict[str, Case] = {
     "group size": (
         "packed_int4",
         weights(group_size=64),
-        r"0\.\w+\.weight_scale\n  expected: \[256, 4\]\n  found: \[256, 2\]",
+        r"0\.\w+\.weight_scale\n  expected: \[256, 4\]\n  found: \w+ \[256, 2\]",
     ),
     "gptq as awq": ("gptq", quantization(quant_method="awq"), r"0\.\w+\.qweight\n"),
     "awq as gptq, without an order": (
@@ -256,7 +256,7 @@ PARTS: dict[str, Case] = {
     "one expert of another fp8": (
         "fp8_blocks",
         put(f"{UP}.weight", lambda t: t.view(torch.uint8).view(torch.float8_e5m2)),
-        rf"mixes dtypes(?s:.*){UP}\.weight\n(?s:.*)F8_E5M2",
+        rf"not like(?s:.*){UP}\.weight\n(?s:.*)F8_E5M2",
     ),
     "w2 of another fp8": (
         "fp8_tensors",
@@ -264,12 +264,12 @@ PARTS: dict[str, Case] = {
             "down_proj.weight",
             lambda n: put(n, lambda t: t.view(torch.uint8).view(torch.float8_e5m2)),
         ),
-        r"mixes (formats|dtypes)(?s:.*)0\.\w+\.weight\n",
+        r"mixes formats(?s:.*)0\.\w+\.weight\n",
     ),
     "scales of another dtype": (
         "fp8_blocks",
         cast(f"{UP}.weight_scale_inv", torch.bfloat16),
-        rf"mixes dtypes(?s:.*){UP}\.weight_scale_inv\n(?s:.*)BF16",
+        rf"not like(?s:.*){UP}\.weight_scale_inv\n(?s:.*)BF16",
     ),
     "w2's scales of another dtype": (
         "fp8_blocks",
@@ -357,9 +357,9 @@ STACKS: dict[str, Case] = {
             put(f"{LAYER}.gate_up_proj", torch.ones(E, 384, HIDDEN).bfloat16()),
             put(f"{LAYER}.down_proj", torch.ones(E, 192, HIDDEN).bfloat16()),
         ),
-        r"unexpected shape(?s:.*)experts\.gate_up_proj\n(?s:.*)\[4, 384, 256\]",
+        r"orientation(?s:.*)experts\.gate_up_proj\n(?s:.*)\[4, 384, 256\]",
     ),
-    "no orientation": ("qwen3_vl", config(hidden_size=None), r"orientation|unexpected shape"),
+    "no orientation": ("qwen3_vl", config(hidden_size=None), "orientation"),
     "flat": ("qwen3_vl", put(f"{LAYER}.down_proj", lambda t: t.flatten(0, 1)), r"experts\.\w+\n"),
     "without dimensions": (
         "qwen3_vl",
@@ -369,7 +369,7 @@ STACKS: dict[str, Case] = {
     "stacks of two dtypes": (
         "gpt_oss_floats",
         cast(f"{LAYER}.down_proj", torch.float16),
-        r"mixes dtypes(?s:.*)gate_up_proj\n(?s:.*)BF16",
+        r"mixes formats(?s:.*)gate_up_proj\n(?s:.*)BF16",
     ),
     "half quantized": (
         "gpt_oss_mxfp4",
@@ -525,5 +525,5 @@ def test_any_headers_are_mapped_or_refused(
                 request = make_spec(ConversionOptions(schema), found, words, GpuTarget(90))
                 check_request(found, request)
                 planned = [kernel_unit(layer, request) for layer in found.layers]
-                assert min(map(working_bytes, planned)) > 0
+                assert min(cpu_need(unit).num_bytes(1) for unit in planned) > 0
         direct_schemas(found, "bfloat16")

@@ -101,7 +101,9 @@ def test_one_gemm_is_kept_beside_another_schema(source: Path, tmp_path: Path) ->
         conversions.manifest(tmp_path / "same")["blocks"][LAYER]["conversion"]
         == "w13 direct; w2 requantized"
     )
-    (tmp_path / "r.toml").write_text('schema = "source"\n[layers.0.w2]\nschema = "int4-g64"\n')
+    (tmp_path / "r.toml").write_text(
+        'schema = "source"\n[[override]]\nlayers = "0"\nw2.schema = "int4-g64"\n'
+    )
     summary = hqconv.convert(
         source, tmp_path / "out", config=tmp_path / "r.toml", target="sm90", device="cpu"
     )

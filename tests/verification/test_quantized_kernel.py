@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.artifact.reader import Artifact
-from hqconv.formats.source_matrix import resized
+from hqconv.formats.encoding import resized
 from hqconv.kernel_layout.compatibility import config_entries, why_not
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.activation import Activation

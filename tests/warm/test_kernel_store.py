@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import hqconv
-from hqconv.api import warm
 from hqconv.warm import kernel_store
+from hqconv.warm.compile_kernels import warm
 from hqconv.warm.kernel_store import MANIFEST, VARIABLE, folder_beside
 from tests.make.kernels import fake_compiler, num_cached, server, use_compiler
 from tests.make.qwen import write_qwen3_moe

@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.kernel_layout.kernel_sources import (
@@ -32,7 +31,7 @@ from hqconv.kernel_layout.kernel_sources import (
 )
 from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.translation import PREQUANTIZED
-from hqconv.warm.compile_kernels import compute_settings, kernel_activation
+from hqconv.warm.compile_kernels import compute_settings, kernel_activation, warm
 from hqconv.warm.gpus import KNOWN, choose_gpu
 from hqconv.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
