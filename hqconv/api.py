@@ -27,7 +27,6 @@ from hqconv.conversion.option_values import (
 from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.io.hub import is_repo_id, open_repo
-from hqconv.io.hub_upload import HubBranch
 from hqconv.models.source_protocol import Source
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.planning.spec import ConversionOptions
@@ -392,7 +391,7 @@ def push(
     """
     from hqconv.conversion.push import push as run
 
-    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
+    return run(Path(out), repo, branch, private=private, announce=announce)
 
 
 def evaluate(
@@ -512,11 +511,10 @@ def publish(
 
     refuse_unknown_checks(checks)
     arguments, run = split_options(options)
-    hub = HubBranch(repo, branch)
     with open_source(src, revision, is_lazy=True) as source:
         src, revision = pinned_name(str(src), revision, source)  # all steps read this commit
         planned = _plan(_parse(config, arguments), source, choose_device(run.device))
-        found = _published(hub, planned, source, private=private)
+        found = _published(repo, branch, planned, source, private=private)
     report = PublishReport(planned.source.origin, repo, branch)
     if found is not None:
         manifest, commit, evaluation = found
@@ -555,21 +553,23 @@ def publish(
     report = replace(report, verified=verified)
     if not verified.passed or verified.manifest_sha256 != digest:
         return report
-    pushed = push_artifact(out, hub, private=private, announce=announce, manifest_sha256=digest)
+    pushed = push_artifact(
+        out, repo, branch, private=private, announce=announce, manifest_sha256=digest
+    )
     return replace(report, pushed=pushed, commit=pushed.commit)
 
 
 def _published(
-    hub: HubBranch, planned: ConversionPlan, source: Source, *, private: bool
+    repo: str, branch: str | None, planned: ConversionPlan, source: Source, *, private: bool
 ) -> tuple[Manifest, str, dict[str, Any] | None] | None:
     """Return manifest, commit and evaluation of the planned artifact in a repo; None if the repo does not hold it."""
-    from hqconv.conversion.push import published_evaluation, published_manifest
+    from hqconv.conversion.push import published_artifact
     from hqconv.conversion.update import why_not_current
 
-    published = published_manifest(hub, planned.paths, private=private)
+    published = published_artifact(repo, branch, private=private)
     if published is None or why_not_current(source, planned, None, published[0]):
         return None
-    return *published, published_evaluation(hub, published[0])
+    return published
 
 
 def load(

@@ -42,7 +42,6 @@ LEFT_OUT = (
     "warm/compile_kernels",
     "warm/checkpoint_kernels",
     "warm/no_gpu",
-    "hub_upload",
 )
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],

@@ -74,7 +74,7 @@ INDEPENDENT = {
 ONLY_IN = {
     "humming": ("hqconv.humming_ops", "hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
     "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
-    "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
+    "huggingface_hub": ("hqconv.io.hub",),
     "vllm": (
         "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",

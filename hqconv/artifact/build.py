@@ -24,7 +24,6 @@ from hqconv.artifact.manifest import (
     TensorAccounting,
 )
 from hqconv.io.durable_files import FileRecord
-from hqconv.io.hub import cached_digest
 from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
@@ -225,9 +224,7 @@ def completed_manifest(
 
 def hub_digest(source: Source, name: str) -> str | None:
     """Return a source file's SHA-256 as the Hub lists it, or offline as its cache names the bytes; else None."""
-    if source.listing is not None:  # the file may have left the cache by now
-        return source.listing.digests.get(name)
-    return None if source.repo_id is None else cached_digest(source.root / name)
+    return None if source.repo_id is None else source.guard.listed.get(name)
 
 
 def _files(records: Iterable[FileRecord]) -> dict[str, FileEntry]:

@@ -16,7 +16,7 @@ from hqconv.artifact.manifest import ManifestLayer, read_manifest
 from hqconv.artifact.rank_file import Finding, RankFile, parse_rank_file
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.file_access import CloseError, Descriptors, sha256_of
+from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hqconv.layout_decoder.layout_form import LayoutForm
 
 
-_SEE_DISK = "See to the disk or the network that the file lies on, then run the same command again."
 Header = tuple[dict[str, TensorRef], dict[str, str]]
 Note = Callable[[str, str, object, object], None]  # where, what, expected, found
 Tensors: TypeAlias = "dict[str, NDArray[Any]]"
@@ -84,16 +83,8 @@ class Artifact:
         self.close()
 
     def close(self) -> None:
-        """Close the files that were read. Raises VerificationError where the system refuses."""
-        try:
-            self._descriptors.close()
-        except CloseError as error:
-            raise VerificationError(
-                "A file of the artifact cannot be closed.",
-                where=str(self.root / error.key),
-                found=error.strerror,
-                remedy=_SEE_DISK,
-            ) from error
+        """Close the files that were read."""
+        self._descriptors.close()
 
     def header(self, path: str) -> Header:
         """Return tensors and metadata of one file of the artifact, read once.

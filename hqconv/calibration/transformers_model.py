@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from hqconv.errors import HqconvError, RequestError
-from hqconv.io.sidecar_files import has_tokenizer
+from hqconv.io.checkpoint_files import has_tokenizer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular

@@ -26,8 +26,7 @@ from hqconv.cli.command import (
 )
 from hqconv.cli.output import discard_stdout, fail, say
 from hqconv.errors import OutputError, RequestError, VerificationError
-from hqconv.io.durable_files import write_whole
-from hqconv.io.output_file import FileKind, output_file
+from hqconv.io.durable_files import FileKind, output_file, write_whole
 from hqconv.schemas.options import NOT_ALLOCATED, split_options
 from hqconv.version import __version__
 

@@ -15,7 +15,7 @@ import typer
 
 from hqconv.cli.output import discard_stdout, logged, one_message, print_json, say, warn
 from hqconv.errors import RequestError
-from hqconv.io.output_file import FileKind, output_file
+from hqconv.io.durable_files import FileKind, output_file
 from hqconv.schemas.options import ConversionArguments, RunOptions, plain_type
 from hqconv.schemas.recipe import parse_runs
 

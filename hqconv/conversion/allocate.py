@@ -27,8 +27,7 @@ from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import RequestError
 from hqconv.formats.encoding import resized
-from hqconv.io.durable_files import write_whole
-from hqconv.io.output_file import FileKind, output_file
+from hqconv.io.durable_files import FileKind, output_file, write_whole
 from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

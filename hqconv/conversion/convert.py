@@ -34,16 +34,9 @@ from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import (
-    CachePolicy,
-    HubPrefetch,
-    ShardUse,
-    check_room,
-    sort_by_shard,
-)
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_shard
 from hqconv.conversion.output_folder import OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.source_integrity import compare_with_hub, is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import expected_of, why_not_current
 from hqconv.errors import RequestError, plural
@@ -190,7 +183,7 @@ def convert(
     """
     started_s = time.monotonic()
     if digests or (update and source.repo_id is None):  # the next update compares them
-        source.guard.keep_digests()
+        source.guard.is_hashing = True
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
     staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
@@ -254,8 +247,6 @@ class _Conversion:
         """Take the output folder, convert, and seal."""
         source, plan = self.source, self.plan
         num_bytes_out = plan.num_bytes_out + plan.other_bytes
-        if not resume and not update:
-            self._check_cache((), num_bytes_out)
         with self._folder() as folder:
             is_new = folder.start(
                 num_bytes_out,
@@ -305,12 +296,13 @@ class _Conversion:
 
     def _folder(self) -> OutputFolder:
         identity = {"hqconv version": __version__, **self.expected.identity()}
+        guard = self.source.guard
         return OutputFolder(
             self.out,
             identity,
             self.plan.paths,
             self.expected.difference,
-            partial(is_of_these_files, self.source),
+            lambda entry: entry.states == guard.states(entry.states),
         )
 
     def _finished(self, folder: OutputFolder) -> ConversionReport:
@@ -334,10 +326,6 @@ class _Conversion:
             sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.other_bytes
         )
         check_space(folder.root, num_bytes)
-        self._check_cache(folder.done, num_bytes)
-        digests = {
-            name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()
-        }
         lanes = f"{plural(self.staging.num_lanes, 'worker')} with at most {plural(self.staging.num_experts, 'expert')}"
         num_done = len(folder.done)
         _LOG.info(
@@ -346,7 +334,6 @@ class _Conversion:
             num_done,
             lanes,
         )
-        use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
         encode: Callable[..., EncodedRuns] = encode_to_runs
         if self.inputs is not None:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
@@ -362,8 +349,7 @@ class _Conversion:
                 self.meter,
                 self.profile,
                 self.input_scales,
-                HubPrefetch(self.source, use, self.cache),
-                digests,
+                HubPrefetch(self.source, missing, self.cache),
                 encode=encode,
             )
             with frozen_objects():
@@ -382,12 +368,6 @@ class _Conversion:
             else sort_by_shard(self.source, missing)
         )
 
-    def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
-        """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
-        if self.source.listing is not None:
-            use = ShardUse.of(self.source, self._missing(done), keeps=self.cache.keeps)
-            check_room(self.source, use, self.cache, self.out, num_bytes_out)
-
     @without_gc()
     def _finish(self, folder: OutputFolder, num_resumed: int) -> ConversionReport:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
@@ -401,7 +381,8 @@ class _Conversion:
             plan = replace(plan, warnings=(*plan.warnings, remark))
         errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
-        digests = source_digests(source, plan, folder.done.values())
+        source.guard.check_unchanged()
+        digests = {} if source.repo_id is not None else source.guard.digests  # the Hub has its own
         origin = Origin.of(source)
         source_files = [
             replace(file, sha256=digests.get(file.name), hub_sha256=hub_digest(source, file.name))
@@ -555,7 +536,6 @@ def write_sidecar_files(
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-        compare_with_hub(source, record.path, record.sha256)
     documents = {artifact_names.CONFIG: expected.config}
     if expected.index is not None:
         documents[artifact_names.INDEX] = expected.index

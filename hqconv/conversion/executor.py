@@ -31,11 +31,10 @@ from hqconv.conversion.encode_batch import (
     split_runs,
     split_unit,
 )
-from hqconv.conversion.hub_prefetch import HubPrefetch
+from hqconv.conversion.hub_prefetch import HubPrefetch, shards_of
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.resources import Resources, Staging
-from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import Meter, Stage, StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError, plural
@@ -76,12 +75,12 @@ class _UnitInWork:
 
     unit: OutputUnit
     measured: Measurements
+    sources: tuple[str, ...]  # names of the source files
     items: deque[Batch | Piece]  # to feed
     num_left: int  # batches and pieces to write
     num_bytes_fed: int = 0  # in its turns; of a unit that is new among others as many as theirs
     writer: UnitWriter | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
-    sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
@@ -102,7 +101,6 @@ class _InFlight:
 
     unit: _UnitInWork
     item: Batch | Piece
-    sources: set[str]
     slot: torch.Tensor | None
     out: torch.Tensor | None = None
     raw: RawExperts | None = None
@@ -125,13 +123,11 @@ class Executor:
         profile: StageProfile,
         scales: Mapping[str, InputScales],
         prefetch: HubPrefetch,
-        known: Mapping[str, str],
         *,
         encode: Callable[..., EncodedRuns] = encode_to_runs,
     ) -> None:
         """root: folder of the output files. record: called with each finished unit.
 
-        known: name → SHA-256 of the source's files that earlier runs hashed.
         encode: encodes a batch, with the arguments of `encode_to_runs`.
         """
         self._encode_batch = encode
@@ -165,7 +161,6 @@ class Executor:
             )
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
         self._digest_bytes = _GPU_DIGEST_BYTES if resources.is_cuda else _DIGEST_BYTES
-        self._integrity = SourceIntegrity(source, self._stages, profile, known)
         self._lock = threading.Lock()
         self._own = threading.local()  # the lanes of a thread
         self._units: list[_UnitInWork] = []
@@ -234,7 +229,8 @@ class Executor:
     def _open(self, planned: OutputUnit) -> _UnitInWork:
         """Start to create a unit's files, ahead of their first bytes."""
         items = deque(split_unit(planned, self._staging.num_experts, self._staging.slot_bytes))
-        unit = _UnitInWork(planned, Measurements(), items, len(items))
+        sources = shards_of(self._source, planned, whole=True)
+        unit = _UnitInWork(planned, Measurements(), sources, items, len(items))
         self._units.append(unit)
         self._stages.start(Stage.OPEN, 0, self._create, unit)
         if not items:  # a file without tensors
@@ -252,8 +248,7 @@ class Executor:
         """Start to read the next batch or piece of a unit into a slot, in several threads."""
         item = unit.items.popleft()
         unit.num_bytes_fed += item.num_bytes
-        in_flight = _InFlight(unit, item, self._integrity.begin(item), slot)
-        unit.sources |= in_flight.sources
+        in_flight = _InFlight(unit, item, slot)
         if isinstance(item, Piece):
             parts = item.parts(self._chunk_bytes)
             in_flight.num_reads_left = len(parts)
@@ -334,7 +329,8 @@ class Executor:
         if self._outputs is not None:
             in_flight.out = self._take(self._outputs, "a free output buffer")
         lane = self._next_lane()
-        with lane.used(), self._integrity.blame_files_first(in_flight.sources):
+        guard = self._source.guard
+        with lane.used(), guard.blame_files_first(in_flight.unit.sources):
             encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, in_flight.out)
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
@@ -359,7 +355,7 @@ class Executor:
         self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedRuns
     ) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
-        with self._integrity.blame_files_first(in_flight.sources):
+        with self._source.guard.blame_files_first(in_flight.unit.sources):
             try:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
@@ -447,16 +443,13 @@ class Executor:
 
     def _publish(self, unit: _UnitInWork) -> None:
         """Give a unit's files their final names and record the unit in the journal, one unit after the other."""
-        planned, measured = unit.unit, unit.measured
-        self._integrity.wait_unchanged(unit.sources)
+        planned, measured, guard = unit.unit, unit.measured, self._source.guard
+        guard.check_unchanged(unit.sources)
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
-        errors = measured.errors(planned)
-        digests, states = (
-            self._integrity.digests(unit.sources),
-            self._integrity.states(unit.sources),
-        )
-        entry = JournalEntry(planned.name, records, errors, digests, states)
+        # A commit of the Hub cannot change.
+        states = {} if self._source.revision is not None else guard.states(unit.sources)
+        entry = JournalEntry(planned.name, records, measured.errors(planned), states)
         self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True

@@ -33,14 +33,12 @@ _CHECKSUM_FIELD = b', "checksum": "'
 class JournalEntry:
     """A finished output unit: its files, and the quantization errors of an MoE layer.
 
-    sources: the SHA-256 of the source files that the unit was read from, where they were hashed. states: of the same
-    files in a folder, as `FileSnapshot.states`.
+    states: of the source's files that the unit was read from, in a folder, as `FileSnapshot.states`.
     """
 
     unit: str
     files: list[FileRecord]
     measured: dict[str, Any]
-    sources: dict[str, str] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -76,11 +74,7 @@ def parse_entry(line: bytes) -> JournalEntry | None:
         )
     except (KeyError, TypeError):
         return None
-    texts = [
-        entry.unit,
-        *entry.sources.values(),
-        *(text for file in entry.files for text in (file.path, file.sha256)),
-    ]
+    texts = [entry.unit, *(text for file in entry.files for text in (file.path, file.sha256))]
     is_typed = all(isinstance(text, str) for text in texts) and isinstance(entry.measured, dict)
     is_typed = is_typed and isinstance(entry.states, dict)
     return entry if is_typed else None

@@ -42,7 +42,7 @@ from hqconv.io.durable_files import (
     sync_folders,
     write_whole,
 )
-from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
+from hqconv.io.file_access import Descriptors, sha256_of, write_fully
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.schemas.artifact_names import (
     CARD,
@@ -320,8 +320,7 @@ class OutputFolder:
         current = [entry for entry in last.values() if self._is_current_unit(entry)]
         if num_stale := len(last) - len(current):
             what = "files of the source that have changed since must be made anew"
-            other = "Copies with the same bytes are told by --source-digests"
-            self.warnings.append(f"{plural(num_stale, 'finished unit')} of {what}. {other}.")
+            self.warnings.append(f"{plural(num_stale, 'finished unit')} of {what}.")
         return current
 
     def _begin_to_replace(self, num_bytes: int, *, has_journal: bool) -> None:
@@ -559,7 +558,7 @@ class UnitWriter:
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""
-        self._close()
+        self._descriptors.close()
         for file in self._files:
             path = self._root / file.path
             with output_errors(path):
@@ -567,17 +566,9 @@ class UnitWriter:
         with output_errors(self._root):
             sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
 
-    def _close(self) -> None:
-        try:
-            self._descriptors.close()
-        except CloseError as error:
-            with output_errors(self._root / error.key):
-                raise
-
     def abandon(self) -> None:
         """Remove the partial files."""
-        with suppress(OutputError):  # the error that ended the work is the one to tell
-            self._close()
+        self._descriptors.close()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
 

@@ -1,30 +1,28 @@
-"""Push an artifact to a repo of the Hub: large files are uploaded first, then one commit changes the branch.
+"""Push an artifact to a repo of the Hub: one commit adds its files, and removes those of an older artifact alone.
 
-Every state of the branch holds the old artifact or the new one, each complete. The commit adds the new files and
-removes those that only the old artifact lists. Files of others are never removed.
+Every state of the branch holds the old artifact or the new one, each complete. Files of others stay.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.model_card import is_own_card, read_evaluation, sums_bytes
+from hqconv.artifact.model_card import read_evaluation, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
+from hqconv.io import hub
+from hqconv.io.durable_files import output_errors, size_of
 from hqconv.io.file_access import sha256_of
-from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
+from hqconv.io.hub import Listing
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, SUMS
-
-_MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of one upload; uploaded files are not sent again
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """The result of a push. num_files, num_bytes: sent, 0 where the repo was complete. commit: the branch's last."""
+    """Result of a push. num_files, num_bytes: of the artifact, 0 where the repo held it. commit: the branch's last."""
 
     out: str
     repo: str
@@ -41,216 +39,109 @@ class PushReport:
 
 def push(
     root: Path,
-    repo: HubBranch,
+    repo_id: str,
+    branch: str | None = None,
     *,
     private: bool = False,
     announce: Callable[[str], None] | None = None,
     manifest_sha256: str | None = None,
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`.
+    """Put the artifact at `root` into a repo's branch; see `hqconv.api.push`.
 
     manifest_sha256: of the artifact that is meant, where it was verified before.
     """
     manifest = read_manifest(root, is_sealed=True)
-    check_same_artifact(root, manifest_sha256 or manifest.sha256, manifest.sha256)
-    files = _files_to_send(root, manifest)
-    repo.create(private=private)
-    state = repo.state()
-    before = _listed(repo, state)
-    _check_strays(repo, state, {*before, *(file.name for file in files)})
-    is_same = files[-1].is_at(state.files.get(MANIFEST))
-    # A card that was edited on the Hub stays; a card that was edited here is sent.
-    keeps_card = is_same and CARD in state.files and is_own_card(root, manifest)
-    wanted = [file for file in files if file.name != CARD or not keeps_card]
-    missing = [file for file in wanted if not file.is_at(state.files.get(file.name))]
-    obsolete = sorted((before & state.files.keys()) - {file.name for file in files})
-    commit, num_bytes = state.commit, 0
-    if missing or obsolete:
-        operations = []
-        for batch in _batches(missing):
-            if announce is not None:
-                announce(
-                    f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}"
-                )
-            operations += repo.prepare(batch)
-            num_bytes += sum(file.size_bytes for file in batch)
-        _manifest_bytes(root, manifest)  # refuses an artifact that was replaced during the uploads
-        title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
-        commit = _commit(repo, title, operations, obsolete, state.commit, files)
-        _check_arrived(repo, commit, wanted)
-    return PushReport(
-        str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256
-    )
-
-
-def published_manifest(
-    repo: HubBranch, planned: Collection[str], *, private: bool
-) -> tuple[Manifest, str] | None:
-    """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
-
-    planned: files of the artifact that would be pushed. private: refuse a public repo, with RequestError.
-    Raises OutputError for files of others, which a push would refuse after all the work.
-    """
-    if not repo.exists(private=private):
-        return None
-    state = repo.state()
-    _check_strays(repo, state, {*_listed(repo, state), *planned})
-    manifest = _manifest_at(repo, state)
-    if manifest is None or manifest.alteration is not None or SUMS not in state.files:
-        return None
-    for name, entry in manifest.files.items():
-        remote = state.files.get(name)
-        if remote is None:
-            return None
-        if name == CARD:  # people may edit it
-            continue
-        # A file outside of LFS is small, and is downloaded for its digest.
-        if entry.sha256 != (
-            remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))
-        ):
-            return None
-    return manifest, state.commit
-
-
-def published_evaluation(repo: HubBranch, manifest: Manifest) -> dict[str, Any] | None:
-    """Return the evaluation in a repo's branch; None without one that names the manifest's digest."""
-    state = repo.state()
-    if EVALUATION not in state.files:
-        return None
-    return read_evaluation(repo.read(EVALUATION, state.commit).parent, manifest)
-
-
-def _commit(
-    repo: HubBranch,
-    title: str,
-    operations: Sequence[Any],
-    obsolete: Sequence[str],
-    parent: str,
-    files: Sequence[FileToSend],
-) -> str:
-    """Make the commit; return its hash, or that of another commit that has the same files by now.
-
-    Another push of the artifact may have been faster, or the answer to a repeated request got lost.
-    """
-    try:
-        return repo.commit(title, operations, obsolete, parent)
-    except RequestError:
-        state = repo.state()
-        is_there = all(file.is_at(state.files.get(file.name)) for file in files)
-        if state.commit == parent or not is_there or state.files.keys() & set(obsolete):
-            raise
-        return state.commit
-
-
-def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
-    """Return every file of the artifact, the manifest last. Those that may be edited or are made here are in memory.
-
-    Raises VerificationError where one is missing or has another size.
-    """
-    files = []
-    for name, entry in manifest.files.items():
-        path = root / name
-        found = "no such file" if not path.is_file() else f"{path.stat().st_size} bytes"
-        if name != CARD and found != f"{entry.size_bytes} bytes":
-            what, remedy = (
-                "The artifact is not whole.",
-                "Verify it; convert again, or copy it from where it is whole.",
-            )
-            expected = f"{entry.size_bytes} bytes"
-            raise VerificationError(
-                what, where=str(path), expected=expected, found=found, remedy=remedy
-            )
-        if name != CARD:
-            files.append(FileToSend(name, entry.sha256, entry.size_bytes, path))
-    if (root / CARD).is_file():
-        files.append(FileToSend.of_bytes(CARD, root / CARD, (root / CARD).read_bytes()))
-    if read_evaluation(root, manifest) is not None:
-        path = root / EVALUATION
-        files.append(FileToSend.of_bytes(EVALUATION, path, path.read_bytes()))
-    if SUMS not in manifest.files:
-        sums = sums_bytes(manifest.files, manifest.sha256)
-        files.append(FileToSend.of_bytes(SUMS, root / SUMS, sums))
-    return [*files, FileToSend.of_bytes(MANIFEST, root / MANIFEST, _manifest_bytes(root, manifest))]
-
-
-def _manifest_bytes(root: Path, manifest: Manifest) -> bytes:
-    """Return the manifest's bytes. Raises OutputError if the artifact was replaced since its manifest was read."""
-    data = b""
-    try:
-        data = (root / MANIFEST).read_bytes()
-        found = hashlib.sha256(data).hexdigest()
-    except OSError as error:
-        found = error.strerror or str(error)
-    check_same_artifact(root, manifest.sha256, found)
-    return data
-
-
-def check_same_artifact(root: Path, expected: str, found: str | None) -> None:
-    """Raise OutputError where a step finds the manifest of another artifact than the step before."""
-    if found != expected:
+    if manifest_sha256 not in (None, manifest.sha256):
         raise OutputError(
             "The artifact was replaced before it was published.",
             where=str(root),
-            expected=f"manifest sha256 {expected}",
-            found=found,
+            expected=f"manifest sha256 {manifest_sha256}",
+            found=manifest.sha256,
             remedy="Nothing was published. Run the same command again, when no other process writes to the folder.",
         )
+    if missing := manifest.missing_files(lambda name: size_of(root / name)):
+        raise VerificationError(
+            "The artifact is not whole: files are missing or have another size.",
+            where=f"{root}: {first_few(missing)}",
+            remedy="Verify it; convert again, or copy it from where it is whole.",
+        )
+    files: dict[str, bytes | Path] = {}
+    with output_errors(root):
+        for name in (*manifest.files, MANIFEST):
+            path = root / name  # of small files the bytes that are hashed are those that are sent
+            files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
+        card_sha256 = sha256_of(root / CARD)
+        if read_evaluation(root, manifest) is not None:
+            files[EVALUATION] = (root / EVALUATION).read_bytes()
+    files[SUMS] = sums_bytes(manifest.files, manifest.sha256)
+    digests = {name: entry.sha256 for name, entry in manifest.files.items() if name != CARD}
+
+    hub.create_branch(repo_id, branch, private=private)
+    before = Listing.of(repo_id, branch)
+    published = _manifest_at(before)
+    listed = set() if published is None else {*published.files, MANIFEST}
+    is_published = published is not None and published.sha256 == manifest.sha256
+    if is_published and card_sha256 == manifest.files[CARD].sha256:
+        del files[CARD]  # it may have been edited on the Hub
+    _check_collisions(before, {*files, ".gitignore"} - listed)
+    obsolete = sorted((listed & before.sizes.keys()) - {*files, *COMPANIONS})
+    if announce is not None:
+        announce(f"hashing and sending {plural(len(files), 'file')}")
+    title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
+    digests[MANIFEST] = manifest.sha256
+    commit = hub.commit_files(repo_id, branch, title, files, digests, obsolete, before.commit)
+    num_files = 0 if commit == before.commit else len(files)
+    num_bytes = sum(entry.size_bytes for entry in manifest.files.values()) if num_files else 0
+    return PushReport(str(root), repo_id, branch, commit, num_files, num_bytes, manifest.sha256)
 
 
-def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
-    """Return the files of the artifact in the repo; none where there is none, or its manifest is unreadable."""
-    manifest = _manifest_at(repo, state)
-    return {MANIFEST} if manifest is None else {*manifest.files, SUMS, MANIFEST}
+def published_artifact(
+    repo_id: str, branch: str | None, *, private: bool
+) -> tuple[Manifest, str, dict[str, Any] | None] | None:
+    """Return manifest, commit and evaluation of the complete artifact in a repo's branch; None without one.
+
+    The evaluation is None without one that names the manifest's digest. private: refuse a public repo, with
+    RequestError.
+    """
+    if not hub.branch_exists(repo_id, branch):
+        return None
+    if private:
+        hub.check_private(repo_id)
+    listing = Listing.of(repo_id, branch)
+    manifest = _manifest_at(listing)
+    if manifest is None or manifest.alteration is not None or SUMS not in listing.sizes:
+        return None
+    if manifest.missing_files(listing.sizes.get):
+        return None
+    for name, entry in manifest.files.items():
+        if listing.digests.get(name, entry.sha256) != entry.sha256:
+            return None
+    evaluation = None
+    if EVALUATION in listing.sizes:
+        path = hub.fetch_file(repo_id, listing.commit, EVALUATION)
+        evaluation = read_evaluation(path.parent, manifest)
+    return manifest, listing.commit, evaluation
 
 
-def _manifest_at(repo: HubBranch, state: BranchFiles) -> Manifest | None:
-    """Read the manifest in the repo; None where there is none, or none of this version that can be read."""
-    if MANIFEST not in state.files:
+def _manifest_at(listing: Listing) -> Manifest | None:
+    """Read the manifest in a repo; None where there is none, or none of this version that can be read."""
+    if MANIFEST not in listing.sizes:
         return None
     try:
-        return read_manifest(repo.read(MANIFEST, state.commit).parent, allow_links=True)
+        path = hub.fetch_file(listing.repo_id, listing.commit, MANIFEST)
+        return read_manifest(path.parent, allow_links=True)
     except (RequestError, VerificationError):
         return None
 
 
-def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
-    """Refuse a repo with foreign files, which would make the artifact fail its verification."""
-    strays = sorted(
-        name
-        for name in state.files
-        if name not in known and name.partition("/")[0] not in COMPANIONS
-    )
-    if strays:
+def _check_collisions(listing: Listing, names: set[str]) -> None:
+    """Refuse to replace files of others, and a .gitignore, for which the Hub would leave out files."""
+    collisions = sorted((names & listing.sizes.keys()) - {*COMPANIONS})
+    if collisions:
         raise OutputError(
-            "The repo holds files that are not the artifact's.",
-            where=str(repo),
+            "The repo holds files of others under names that the artifact needs.",
+            where=listing.repo_id,
             expected="an empty repo, or an artifact of hqconv",
-            found=first_few(strays),
+            found=first_few(collisions),
             remedy="Remove them, or push to another repo or branch.",
         )
-
-
-def _batches(files: Sequence[FileToSend]) -> Iterator[list[FileToSend]]:
-    """Yield the files of each upload: the small ones first, so that a refusal of the Hub comes early."""
-    batch: list[FileToSend] = []
-    num_bytes = 0
-    for file in sorted(files, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
-        if batch and (len(batch) >= _MAX_FILES or num_bytes + file.size_bytes > _MAX_BYTES):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(file)
-        num_bytes += file.size_bytes
-    if batch:
-        yield batch
-
-
-def _check_arrived(repo: HubBranch, commit: str, files: Sequence[FileToSend]) -> None:
-    """Compare the commit's files with those that were sent, as the Hub lists them. Raises VerificationError."""
-    state = repo.state()
-    if state.commit != commit:  # somebody else's commit followed
-        return
-    wrong = [file.name for file in files if not file.is_at(state.files.get(file.name))]
-    if wrong:
-        what = "The Hub lists other bytes for a file than were sent."
-        remedy = "Push again; if this stays so, tell the people who run the Hub."
-        raise VerificationError(what, where=f"{repo.repo_id}: {first_few(wrong)}", remedy=remedy)

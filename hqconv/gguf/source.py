@@ -27,8 +27,8 @@ from hqconv.gguf.model import (
     model_config,
 )
 from hqconv.io import checkpoint_files
+from hqconv.io.checkpoint_files import SidecarFiles, has_tokenizer
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import SidecarFiles, has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
@@ -364,13 +364,15 @@ def with_tokenizer(beside: SidecarFiles, name: str, header: GgufHeader) -> Sidec
     """Add the files that a tokenizer in a file's metadata gives, or why none can be made. Loads no transformers."""
     if has_tokenizer(beside.names):
         return beside
-    left_out = {**beside.left_out}
     obstacle = _tokenizer_obstacle(header.metadata)
+    is_known = not obstacle
+    if is_known and find_spec("transformers") is None:
+        obstacle = f"transformers is not installed ({_INSTALL})"
     if obstacle:
-        left_out[f"The tokenizer in {name}"] = obstacle
-        return replace(beside, left_out=left_out)
-    if find_spec("transformers") is None:
-        left_out[f"The tokenizer in {name}"] = f"transformers is not installed ({_INSTALL})"
+        remark = f"The tokenizer in {name} is left out: {obstacle}."
+        beside = replace(beside, remarks=(*beside.remarks, remark))
+    if not is_known:
+        return beside
     files = [TOKENIZER, TOKENIZER_CONFIG]
     if isinstance(header.metadata.get("tokenizer.chat_template"), str):
         files.append(TEMPLATE)
@@ -379,7 +381,7 @@ def with_tokenizer(beside: SidecarFiles, name: str, header: GgufHeader) -> Sidec
     def make() -> tuple[dict[str, bytes], str]:
         return make_tokenizer(name, header.metadata_file, missing)
 
-    return replace(beside, left_out=left_out, generated=missing, generate=make)
+    return replace(beside, generated=missing, generate=make)
 
 
 def _tokenizer_obstacle(metadata: Mapping[str, Value]) -> str:

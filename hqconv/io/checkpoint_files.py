@@ -1,25 +1,42 @@
-"""The files of a checkpoint beside its weights: config, index of the shards, and what an artifact copies verbatim."""
+"""The files of a checkpoint beside its weights: config, index of the shards, model card, and sidecar files.
+
+Sidecar files belong to the model, and an artifact gets them unchanged: they are told by their names. Whatever else lies
+in a folder, such as a trainer's states and logs, is not copied.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, first_few
 from hqconv.io.safetensors_header import RepeatedKey, keep_repeats
-from hqconv.schemas.artifact_names import CONFIG, INDEX, JOURNAL, MANIFEST, SINGLE
+from hqconv.schemas.artifact_names import (
+    CARD,
+    CONFIG,
+    EVALUATION,
+    INDEX,
+    JOURNAL,
+    MANIFEST,
+    SINGLE,
+    SUMS,
+)
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import (
     MAX_DOCUMENT_BYTES,
     MAX_LIST_BYTES,
     NOTHING,
     found_at,
+    open_regular,
     parse_json,
     read_regular,
 )
@@ -201,10 +218,10 @@ def parts_of_ranks(where: str, found: str) -> InputError:
     )
 
 
-def tensor_in_two_files(tensor: str, one: str, other: str) -> InputError:
+def tensor_in_two_files(tensor: str, first: str, second: str) -> InputError:
     """Return the error for a tensor that two files of a checkpoint hold."""
-    where, found = f"tensor {tensor!r}", f"{one} and {other}"
-    if _OF_RANK.search(one) and _OF_RANK.search(other):
+    where, found = f"tensor {tensor!r}", f"{first} and {second}"
+    if _OF_RANK.search(first) and _OF_RANK.search(second):
         return parts_of_ranks(where, found)
     return InputError(
         "A tensor is in two files.", where=where, expected="one", found=found, remedy=ONE_READING
@@ -230,11 +247,9 @@ def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
             repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
         )
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
-    plain = set(
-        filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)})
-    )
+    is_plain = functools.cache(is_plain_name)
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name not in plain:
+        if not isinstance(name, str) or not is_plain(name):
             where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
             what = "The index names a file that cannot be a shard."
             raise InputError(
@@ -285,10 +300,10 @@ _MAX_FRONT_BYTES = 4 << 20
 class FrontMatter:
     """Parsed front matter of a card.
 
-    words: the document, keys and values, empty if it is missing or unreadable. problem: why it cannot be read, else "".
+    document: keys and values, empty if it is missing or unreadable. problem: why it cannot be read, else "".
     """
 
-    words: Mapping[str, Any] = field(default_factory=dict)
+    document: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
 
     @classmethod
@@ -304,8 +319,8 @@ class FrontMatter:
 
     def texts(self, key: str) -> str | list[str] | None:
         """Return a value that is a text or a list of texts; None for any other value and for a missing key."""
-        value = self.words.get(key)
-        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        value = self.document.get(key)
+        if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
             return list(value)
         return value if isinstance(value, str) and value else None
 
@@ -327,3 +342,158 @@ def in_yaml(document: Mapping[str, Any]) -> bytes:
 
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=10_000)
     return b"---\n" + text.encode() + b"---\n"
+
+
+# --- sidecar files
+
+# Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+)
+WEIGHT_FOLDERS = ("original", "onnx")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    ".model",
+    ".tiktoken",
+    "tokenizer.tok.json",
+)
+# Names in lower case of the files that an artifact gets.
+_NAMES = (
+    *("*tokenizer*.json", "*vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json"),
+    *("special_tokens*.json", "tekken.json", "normalizer.json", "*.model", "*.tiktoken", "*.spm"),
+    *("*.bpe", "*.jinja", "chat_template*.json", "system_prompt*.txt"),
+    *("generation_config.json", "*processor_config.json", "config_*.json", "configuration.json"),
+    *("params.json", "modules.json", "sentence_bert_config.json", "*quant*.json", "recipe.y*ml"),
+    *("*.md", "licen[cs]e*", "notice*", "copying*", "copyright*", "*use_policy*", "third*party*"),
+    *("*.py", "*.npz"),  # the model's own code, and numbers that it loads
+)
+_NAMES_IN_FOLDERS = ("*/*.jinja", "*/*.py", "tokenizer/*", "?_pooling/config.json")
+_MAX_CARD_BYTES = 16 << 20
+
+
+def no_files() -> tuple[dict[str, bytes], str]:
+    """Generate nothing; see `SidecarFiles.generate`."""
+    return {}, ""
+
+
+@dataclass(frozen=True)
+class SidecarFiles:
+    """names: files for the artifact, POSIX paths relative to the source, sorted; num_bytes: their total size.
+
+    left_out: other files beside the weights, and folders that hold some. card: the bytes of the source's README.md,
+    from which the artifact's README.md is made; None without one. remarks: sentences for the manifest. generated: files
+    that a source without them makes of its own bytes, such as a tokenizer of metadata; generate: return their contents
+    by name, and a sentence for the manifest; no contents where it fails.
+    """
+
+    names: tuple[str, ...] = ()
+    num_bytes: int = 0
+    left_out: tuple[str, ...] = ()
+    card: bytes | None = None
+    remarks: tuple[str, ...] = ()
+    generated: tuple[str, ...] = ()
+    generate: Callable[[], tuple[dict[str, bytes], str]] = no_files
+
+    @classmethod
+    def of_folder(cls, root: Path) -> SidecarFiles:
+        """List the sidecar files of a folder. Opens each of them, and reads only the card.
+
+        Raises InputError, naming the file, for a file that is not regular, cannot be read, has a name that is not valid
+        Unicode, or is a link that leads out of the source, and for a card larger than
+        16 MiB; OSError for an unreadable folder.
+        """
+        names, left_out = _sorted_out(_paths(root))
+        sizes = [_size(root, name) for name in names]
+        return cls(names, sum(sizes), left_out, _read_card(root))
+
+    @classmethod
+    def of_listing(cls, sizes: Mapping[str, int], root: Path) -> SidecarFiles:
+        """List the sidecar files of a repo with only its small files and headers at `root`; sizes: of all its files."""
+        names, left_out = _sorted_out(sizes)
+        return cls(names, sum(sizes[name] for name in names), left_out, _read_card(root))
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether one of some files is a tokenizer's."""
+    return any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in names)
+
+
+def _paths(root: Path) -> Iterator[str]:
+    """Yield the files in a folder and in the folders of it; links to folders are not followed."""
+    for path in root.iterdir():
+        if path.is_symlink() or not path.is_dir():
+            yield path.name
+        elif not _is_skipped(path.name):
+            yield from (f"{path.name}/{file.name}" for file in path.iterdir() if not file.is_dir())
+
+
+def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the sidecar files, and files and folders that are not copied, each sorted."""
+    names, left_out = [], set[str]()
+    for path in paths:
+        if _is_skipped(path) or path.count("/") > 1:
+            continue
+        check_text(path, path)
+        folder, slash, _ = path.partition("/")
+        patterns = _NAMES_IN_FOLDERS if slash else _NAMES
+        if any(fnmatchcase(path.lower(), pattern) for pattern in patterns):
+            names.append(path)
+        else:
+            left_out.add(folder + slash)
+    return tuple(sorted(names)), tuple(sorted(left_out))
+
+
+def _is_skipped(path: str) -> bool:
+    """Return True for a weight file, a hidden one, and one that an artifact writes itself."""
+    components = path.split("/")
+    if components[0] in WEIGHT_FOLDERS or any(name.startswith(".") for name in components):
+        return True
+    return path in (CONFIG, MANIFEST, SUMS, CARD, EVALUATION) or path.endswith(
+        (*WEIGHT_SUFFIXES, ".index.json")
+    )
+
+
+def _size(root: Path, name: str) -> int:
+    """Return the size of a readable file that lies in the source, or in the Hub's cache that has a link to it.
+
+    The Hub's cache has its files in `blobs`, beside `snapshots` with links to them, as in older downloads to a folder.
+    """
+    path = root / name
+    found = found_at(path)
+    if found is None:
+        target = path.resolve()
+        is_blob = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+        if not is_blob and not target.is_relative_to(root.resolve()):
+            found = f"a link that leads out of the source, to {target}: that file would be copied"
+    if found is None:
+        try:
+            descriptor = open_regular(path)
+            os.close(descriptor)
+            return path.stat().st_size
+        except OSError as error:
+            found = error.strerror or str(error)
+    raise InputError(
+        "A file of the source cannot be copied.",
+        where=str(path),
+        expected="a regular file",
+        found=found,
+        remedy="Put a copy of the file in its place, or leave it out of the source.",
+    )
+
+
+def _read_card(root: Path) -> bytes | None:
+    if not os.path.lexists(root / CARD):
+        return None
+    _size(root, CARD)
+    try:
+        return read_regular(root / CARD, _MAX_CARD_BYTES)
+    except OSError as error:
+        raise InputError(
+            "The source's model card cannot be read.",
+            where=str(root / CARD),
+            found=error.strerror or str(error),
+            remedy="Shorten it, or leave it out of the source.",
+        ) from error

@@ -1,4 +1,7 @@
-"""Files and folders that are either absent or complete, also after a power cut: temporary name, fsync, rename."""
+"""Files and folders that are either absent or complete, also after a power cut: temporary name, fsync, rename.
+
+At the end the rule for every file that a command writes outside of its artifact, which is checked before any work.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +20,7 @@ from pathlib import Path
 from hqconv.errors import InputError, OutputError
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import PARTIAL
-from hqconv.schemas.untrusted_files import open_regular
+from hqconv.schemas.untrusted_files import open_regular, what_instead
 
 _LOG = logging.getLogger(__name__)
 
@@ -155,16 +159,9 @@ def is_whole(root: Path, record: FileRecord) -> bool:
     )
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the nearest folder of a path that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def check_space(root: Path, num_bytes: int) -> None:
     """Raise OutputError if the disk lacks space for `num_bytes`, or the folder cannot be written."""
-    folder = existing_parent(root)
+    folder = next(path for path in (root, *root.parents) if path.exists())
     with output_errors(folder):
         free = shutil.disk_usage(folder).free
         writable = os.access(folder, os.W_OK | os.X_OK)
@@ -224,3 +221,74 @@ def _exchange_at_once(left: Path, right: Path) -> bool:
     if number in _CANNOT:
         return False
     raise OSError(number, os.strerror(number), str(right))
+
+
+# --- files outside of the artifact
+
+_HEAD_BYTES = 512
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file that hqconv writes: its name for people, and a test of its first bytes."""
+
+    name: str
+    has_head: Callable[[bytes], bool]
+
+
+def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path] = ()) -> Path:
+    """Return where the file `path` will be written, links followed.
+
+    It is a new file, or replaces a regular file that is empty or of the same kind, and lies in none of `folders`: the
+    source and the artifact. Raises OutputError, which names `option`.
+    """
+    try:
+        place = path.resolve()
+        found = _obstacle(path, place, kind, folders)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a circle of links, a name that no file can have
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if found is None:
+        return place
+    raise OutputError(
+        f"The file of {option} cannot be written there.",
+        where=str(path),
+        expected=f"a new file, or {kind.name}, outside of source and artifact",
+        found=found,
+        remedy=f"Name another path with {option}.",
+    )
+
+
+def _obstacle(path: Path, place: Path, kind: FileKind, folders: Iterable[Path]) -> str | None:
+    for folder in folders:
+        if place.is_relative_to(folder.resolve()):
+            return f"a path inside {folder}"
+    if path.exists():  # through links, also those of /proc/self/fd, which lead to no name
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return what_instead(status.st_mode)
+        if _is_standard_stream(status):
+            return "a file that is the input, the output or the error stream of this process"
+        with open(open_regular(place), "rb") as file:  # noqa: PTH123
+            head = file.read(_HEAD_BYTES)
+        if head and not kind.has_head(head):
+            return f"a file that is not {kind.name}"
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        return (
+            f"a folder that cannot be written: {place.parent}"
+            if place.parent.is_dir()
+            else "no such folder"
+        )
+    return None
+
+
+def _is_standard_stream(status: os.stat_result) -> bool:
+    """Return whether a redirection of the shell reads or writes the file, as /dev/stdout may tell."""
+    for descriptor in range(3):
+        with suppress(OSError):  # closed by the shell
+            if os.path.samestat(os.fstat(descriptor), status):
+                return True
+    return False

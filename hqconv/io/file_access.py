@@ -8,7 +8,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,14 +95,6 @@ def open_limit() -> int:
     return max(_LEAST, min(_MOST, (soft - _OTHERS) // _SHARE))
 
 
-class CloseError(OSError):
-    """The system refused to close a file of a pool. key: of that file, which need not be the file in use."""
-
-    def __init__(self, error: OSError, key: str) -> None:
-        super().__init__(error.errno, error.strerror)
-        self.key = key
-
-
 @dataclass(eq=False)
 class _OpenFile:
     """A descriptor of a pool, and the number of threads that use it. The pool's lock guards it."""
@@ -131,7 +123,7 @@ class Descriptors:
     def using(self, key: str) -> Iterator[int]:
         """Open a descriptor, or reuse it, until the block ends.
 
-        Raises ValueError for a closed pool, CloseError where a file cannot be closed.
+        Raises ValueError for a closed pool.
         """
         with self._lock:
             if self._is_closed:
@@ -148,48 +140,37 @@ class Descriptors:
             with self._lock:
                 file.num_users -= 1
                 if file.is_dropped and not file.num_users:
-                    _close(file, key)
+                    _close(file)
 
     def _make_room(self) -> None:
         idle = [key for key, file in self._open.items() if not file.num_users]
         for key in idle[: max(0, len(self._open) - self._limit + 1)]:
-            _close(self._open.pop(key), key)
+            _close(self._open.pop(key))
 
     def drop(self, key: str) -> None:
         """Close one file, if it is open: at once, or when its last user is done. The next use opens it anew.
 
-        A number that is closed under a read could be that of another file before the read is done. Raises CloseError.
+        A number that is closed under a read could be that of another file before the read is done.
         """
         with self._lock:
             file = self._open.pop(key, None)
             if file is not None and file.num_users:
                 file.is_dropped = True
             elif file is not None:
-                _close(file, key)
+                _close(file)
 
     def close(self) -> None:
-        """Close all files; nobody may be using one, and none may be opened again.
-
-        Raises CloseError for the first file that cannot be closed, after all others are closed.
-        """
-        errors = []
+        """Close all files; nobody may be using one, and none may be opened again."""
         with self._lock:
             self._is_closed = True
-            while self._open:
-                key, file = self._open.popitem(last=False)
-                try:
-                    _close(file, key)
-                except CloseError as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+            for file in self._open.values():
+                _close(file)
+            self._open.clear()
 
 
-def _close(file: _OpenFile, key: str) -> None:
-    try:
-        os.close(file.descriptor)  # also after an error Linux has closed it
-    except OSError as error:
-        raise CloseError(error, key) from error
+def _close(file: _OpenFile) -> None:
+    with suppress(OSError):  # Linux has closed it; of written bytes `fsync` tells
+        os.close(file.descriptor)
 
 
 # Of a file, hashed in one call: with smaller ones a thread would often wait for Python's lock, which others hold.

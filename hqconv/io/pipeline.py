@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from queue import SimpleQueue
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -37,58 +35,18 @@ def pipeline(
     runs_torch: torch's operations take no more threads than the workers. name: begin of the threads' names.
     Raises the error of the first item that failed, after the results before it.
     """
-    tasks: SimpleQueue[tuple[Item, Future[Result]] | None] = SimpleQueue()
-
-    def run() -> None:
-        while (task := tasks.get()) is not None:
-            item, future = task
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work(item))
-                except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-                    future.set_exception(error)
-            del task, item, future  # the result may be large
-
-    # Threads of our own: an interrupted ThreadPoolExecutor may not know the thread that it was just starting.
-    threads = [
-        threading.Thread(target=run, name=f"{name}_{number}", daemon=True)
-        for number in range(num_threads)
-    ]
     begun: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(num_threads, name)
     with one_torch_thread() if runs_torch else nullcontext():
         try:
-            for thread in threads:
-                thread.start()
             for item in items:
-                begun.append(Future())
-                tasks.put((item, begun[-1]))
+                begun.append(pool.submit(work, item))
                 if len(begun) > ahead:
                     yield begun.popleft().result()
             while begun:
                 yield begun.popleft().result()
         finally:
-            _stop(begun, threads, lambda: tasks.put(None))
-
-
-def _stop(
-    begun: deque[Future[Result]], threads: list[threading.Thread], end_one: Callable[[], None]
-) -> None:
-    """Drop the items that no thread has begun, and wait for the threads, also through a KeyboardInterrupt."""
-    while True:
-        try:
-            for future in begun:
-                future.cancel()
-            for _ in threads:
-                end_one()
-            for thread in threads:
-                while thread in threading.enumerate():
-                    if thread.is_alive():
-                        thread.join()
-                    else:
-                        time.sleep(0.001)  # it is just starting
-            return
-        except KeyboardInterrupt:
-            continue
+            stop_threads(pool)
 
 
 def stop_threads(pool: ThreadPoolExecutor) -> None:

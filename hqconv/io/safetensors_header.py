@@ -140,15 +140,11 @@ def _read_head(path: Path) -> tuple[bytes, int]:
             file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(LENGTH_BYTES)
             head_bytes = header_length(where, prefix, file_bytes)
-            head = prefix + file.read(head_bytes - LENGTH_BYTES)
+            return prefix + file.read(head_bytes - LENGTH_BYTES), file_bytes
     except OSError as error:
         raise _fault(
             where, None, "The file cannot be read.", found=error.strerror or error
         ) from error
-    if len(head) != head_bytes:
-        what = "The file shrank while its header was read."
-        raise _fault(where, None, what, f"{head_bytes} header bytes", f"{len(head)} bytes")
-    return head, file_bytes
 
 
 def _parse(where: str, raw: bytes) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
@@ -143,10 +143,6 @@ class SourceFiles(Protocol):
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine; else it is read from the Hub, range by range."""
-        ...
-
-    def is_taken_over(self, name: str) -> bool:
-        """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
         ...
 
     def fetch(

@@ -8,8 +8,7 @@ from typing import Any
 from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
-from hqconv.io.checkpoint_files import FrontMatter
-from hqconv.io.sidecar_files import FOREIGN, has_tokenizer
+from hqconv.io.checkpoint_files import FrontMatter, has_tokenizer
 from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -218,13 +217,10 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
 
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
-    left_out = checkpoint.sidecar_files.left_out
-    warnings = [
-        f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN
-    ]
-    if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
-        what = plural(len(foreign), "file or folder", "files and folders")
-        warnings.append(f"{what} left out: {FOREIGN} ({first_few(foreign)}).")
+    warnings = [*checkpoint.sidecar_files.remarks]
+    if left_out := checkpoint.sidecar_files.left_out:
+        what = plural(len(left_out), "file or folder", "files and folders")
+        warnings.append(f"{what} left out: {first_few(left_out)}.")
     problem = FrontMatter.of(checkpoint.sidecar_files.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")

@@ -15,12 +15,12 @@ from hqconv.artifact.manifest import GemmEntry, Manifest, ManifestLayer, read_ma
 from hqconv.artifact.rank_file import Finding, RankFile, parse_rank_file
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.io.hub import (
+    Listing,
     cached_digest,
     check_commit,
     fetch,
     is_offline,
     is_snapshot,
-    listed_weights,
     note_revision,
 )
 from hqconv.io.safetensors_header import read_header
@@ -249,20 +249,23 @@ def check_unchanged(view: ArtifactView) -> None:
 
 def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -> None:
     """Compare digests of all weights with the manifest's, as far as they are known without reading a file."""
-    listed: Mapping[str, tuple[int | None, str | None]] = {}
+    sizes: Mapping[str, int] = {}
+    digests: Mapping[str, str] = {}
     if location.commit is not None and not is_offline():
         try:
-            listed = listed_weights(location.name, location.commit)
+            listing = Listing.of(location.name, location.commit)
+            sizes, digests = listing.sizes, listing.digests
         except HqconvError as error:  # all files may be in the cache
             _LOG.info("The Hub's list of files was not compared with the manifest: %s", error)
     in_cache = is_snapshot(root)
     for path, entry in manifest.files.items():
         if not path.endswith(_WEIGHTS):
             continue
-        size_bytes, digest = listed.get(path, (None, None))
+        size = sizes.get(path, entry.size_bytes)
+        digest = digests.get(path, entry.sha256)
         found = {
-            f"{size_bytes} bytes on the Hub": size_bytes in (None, entry.size_bytes),
-            f"{digest} on the Hub": digest in (None, entry.sha256),
+            f"{size} bytes on the Hub": size == entry.size_bytes,
+            f"{digest} on the Hub": digest == entry.sha256,
         }
         if in_cache:
             cached = cached_digest(root / path)

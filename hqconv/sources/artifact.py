@@ -74,13 +74,10 @@ class ArtifactSource(SafetensorsSource):
         self._readers: dict[str, ExpertReader] = {}
         self._add_rank_files()
 
-    @as_input_error()
     def close(self) -> None:
-        """Close the files of the checkpoint and of the artifact. Raises InputError where the system refuses."""
-        try:
-            super().close()
-        finally:
-            self.artifact.close()
+        """Close the files of the checkpoint and of the artifact."""
+        super().close()
+        self.artifact.close()
 
     def fetch(
         self,

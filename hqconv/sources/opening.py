@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
-from hqconv.errors import RequestError, plural
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.io import hub
 from hqconv.io.checkpoint_files import holds_safetensors, readable
+from hqconv.io.durable_files import size_of
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import FOREIGN
+from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
 from hqconv.sources.safetensors import SafetensorsSource
@@ -34,24 +33,12 @@ _NUM_DOWNLOADS = 4  # at a time
 # Kind of source → module and function that open it: of rooms that no other room imports.
 _OPENERS = {"gguf": ("hqconv.gguf.source", "open_gguf")}
 
-# What stands before a repo in its addresses: as pages, for `git clone`, for the Hub's file system, of its API.
-_HOST = re.compile(
-    r"(?:hf://|(?:(?:https?|ssh)://)?(?:[^/@\s]*@)?(?:www\.)?(?:huggingface\.co|hf\.co)[/:])(?:api/)?(?:models/)?",
-    re.IGNORECASE,
-)
-# A repo; one GGUF model of it (`:Q4_K_M`) and a revision, in any order; what lies in it.
+# A repo, one GGUF model of it (a part of the file's name, or the file), and a revision, which may have slashes.
 _REPO = re.compile(
-    r"(?P<repo>\w[\w.-]*/[\w.-]+?)(?:\.git)?(?::(?P<word>[\w.-]+))?(?:@~?(?P<at>[^\s:@]+))?(?::(?P<last>[\w.-]+))?"
-    r"(?:/(?P<page>[^@:]*))?(?:@~?(?P<after>[^\s:@]+))?",
+    r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<part>[\w.-]+)|/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[^\s:]+))?",
     re.ASCII,
 )
-_NO_MODELS = ("datasets", "spaces", "buckets", "collections", "papers", "docs", "kernels", "blog")
-_AT_REVISION = ("tree", "blob", "resolve", "raw", "blame", "edit", "commit", "commits", "revision")
-_REVISION = re.compile(
-    r"(?P<name>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<file>.*))?"
-)  # others have %2F for a slash
 _IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
-_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 ADAPTER = "adapter_config.json"
 
 
@@ -133,34 +120,16 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
 def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str | None, str | None]:
     """Split a typed source into folder or repo, revision, and the GGUF model in it, each None where it names none.
 
-    A repo is named as `org/name[:MODEL][@REV]`, `org/name/FILE.gguf`, `hf://…`, or by any address of its pages, which
-    may have %2F for slashes, a query and a fragment. An existing path is returned as it is.
-    Raises RequestError for the address of something else, and for two revisions.
+    A repo is named as `org/name[:MODEL][@REV]` or `org/name/FILE.gguf[@REV]`. An existing path is returned as it is.
+    Raises RequestError for two revisions.
     """
     path = Path(src)
     if path.is_file() and path.name.endswith(".gguf"):
         return str(path.parent), revision, path.name
-    if not src or path.exists():
+    match = _REPO.fullmatch(src)
+    if match is None or path.exists():
         return src, revision, None
-    on_hub = _path_on_hub(src.strip())
-    match = _REPO.fullmatch(src.strip() if on_hub is None else on_hub)
-    if match is None or (match["word"] and match["last"]):
-        return src, revision, None
-    named, file, kind = _revision_and_file(match, is_address=on_hub is not None)
-    chosen = match["word"] or match["last"]
-    if file.endswith(".gguf"):
-        chosen = file
-    elif file and on_hub is None:
-        return src, revision, None
-    elif file:
-        what, remedy = "This is the address of one file.", f"Name the repo: {match['repo']}."
-        if kind == "tree":
-            what = "This is the address of a folder in a repo, or of a branch with a slash in its name."
-            remedy = (
-                f"Name the repo, {match['repo']}, or the branch: {match['repo']}@{named}/{file}."
-            )
-        raise RequestError(what, where=src, expected="a model folder or a Hub repo", remedy=remedy)
-    revision = None if revision is None else unquote(revision)
+    named = match["revision"]
     if named and revision not in (None, named):
         raise RequestError(
             "Two revisions are named.",
@@ -169,24 +138,7 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
             found=named,
             remedy="Name one of them.",
         )
-    return match["repo"], named or revision, chosen
-
-
-def _revision_and_file(match: re.Match[str], *, is_address: bool) -> tuple[str | None, str, str]:
-    """Return the revision and the file that a match of `_REPO` names, without %2F, and the kind of its page."""
-    named, file = match["at"] or match["after"], match["page"] or ""
-    kind, _, tail = file.partition("/") if is_address else ("", "", "")
-    at = None
-    if kind in _AT_REVISION:
-        file, at = "", _REVISION.fullmatch(tail)
-    elif kind == "discussions":  # those that are no pull requests have no revision: the Hub says so
-        file, number = "", tail.partition("/")[0]
-        named = f"refs/pr/{number}" if number else named
-    elif named and named.endswith(".gguf"):  # hf://org/name@REV/FILE
-        at = _REVISION.fullmatch(named)
-    if at is not None:
-        named, file = at["name"], at["file"] or ""
-    return None if named is None else unquote(named), unquote(file), kind
+    return match["repo"], named or revision, match["part"] or match["file"]
 
 
 def pinned_name(src: str, revision: str | None, source: Source) -> tuple[str, str | None]:
@@ -198,25 +150,6 @@ def pinned_name(src: str, revision: str | None, source: Source) -> tuple[str, st
     return f"{source.repo_id}{joint}{chosen}" if chosen else source.repo_id, source.revision
 
 
-def _path_on_hub(src: str) -> str | None:
-    """Return the path in an address of the Hub, or of HF_ENDPOINT; None for other texts.
-
-    Raises RequestError for an address of something else than models.
-    """
-    endpoint, host = os.environ.get("HF_ENDPOINT", "").rstrip("/") + "/", _HOST.match(src)
-    if endpoint == "/" or not src.startswith(endpoint):
-        endpoint = host[0] if host else ""
-    if not endpoint:
-        return None
-    path = re.split(r"[?#]", src[len(endpoint) :])[0].strip("/")
-    if "/" not in path or path.split("/")[0] in _NO_MODELS:
-        expected = "a model's page, such as https://huggingface.co/org/name"
-        raise RequestError(
-            "This address of the Hub is no model's.", where=src, expected=expected, found=path
-        )
-    return path
-
-
 def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
     """Return True for a repo with GGUF files and without safetensors of a model."""
     names = [path.name for path in root.iterdir()] if listing is None else listing.sizes
@@ -226,8 +159,7 @@ def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
 def _refuse_common_mistakes(path: Path) -> None:
     """Raise RequestError for a path that users often confuse with a model's folder, and name the right one."""
     if path.is_file():
-        is_known = path.name.lower().endswith(_FILES)
-        remedy = f"Give the folder that it lies in: {path.parent}." if is_known else ""
+        remedy = f"Give the folder of the model, such as {path.parent}."
         expected = "a model folder, a GGUF file or a Hub repo id (org/name)"
         raise RequestError("This is a file.", where=str(path), expected=expected, remedy=remedy)
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
@@ -286,22 +218,45 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
 
 
 def _check_against_manifest(source: Source) -> None:
-    """Compare an artifact's files, in either layout, with its manifest; note the layers whose columns were sorted."""
+    """Compare an artifact's files, in either layout, with its manifest; note the layers whose columns were sorted.
+
+    Files of weights and sidecar files are hashed later: each when what was made of it is published.
+    """
     if not is_artifact(source.root):
         return
-    listing, names = (
-        source.listing,
-        [*source.sidecar_files.names, *(file.name for file in source.files)],
-    )
-    sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
-    digests = {} if listing is None else listing.digests
     manifest = read_manifest(source.root, is_sealed=True)
-    foreign = (name for name, reason in source.sidecar_files.left_out.items() if reason == FOREIGN)
-    sizes |= {name: 0 for name in foreign if name not in manifest.files}  # which the guard refuses
+    snapshot, listing = source.guard, source.listing
+    snapshot.is_hashing = True
+    snapshot.listed = {
+        name: file.sha256 for name, file in manifest.files.items() if name not in COMPANIONS
+    }
+    wrong = {
+        *source.sidecar_files.names,
+        *(file.name for file in source.files),
+    } - manifest.files.keys()
+    if listing is None:
+        missing = manifest.missing_files(lambda name: size_of(source.root / name))
+    else:
+        missing = manifest.missing_files(listing.sizes.get)
+        found = listing.digests
+        wrong.update(
+            name for name, sha256 in snapshot.listed.items() if found.get(name, sha256) != sha256
+        )
+    wrong.update(snapshot.listed.keys() & missing)
+    if wrong:
+        raise InputError(
+            "A file of the artifact is not what its manifest lists.",
+            where=str(source.root / min(wrong)),
+            expected="every file of the manifest, with its size and digest, and no other that is read",
+            found=first_few(sorted(wrong)),
+            remedy="Take other files away; if they are the artifact's, copy it again, or convert the model again.",
+        )
+    for name in (CONFIG, INDEX):
+        if snapshot.has_seen(name):
+            snapshot.hash(name)
     source.sorted_layers = frozenset(
         name for name, layer in manifest.blocks.items() if layer.intermediate_order
     )
-    source.guard.hold_to(manifest.files, sizes, digests, is_whole=source.repo_id is None)
 
 
 def own_target(source: Source) -> GpuTarget | None:

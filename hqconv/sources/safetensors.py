@@ -9,20 +9,18 @@ vLLM would choose different files.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
-from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
+from hqconv.io.checkpoint_files import SidecarFiles
+from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
-from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
@@ -91,7 +89,8 @@ class SafetensorsSource:
         self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
         self.revision = None if repo_id is None else root.name
         self.listing, self.guard = listing, FileSnapshot(root)
-        self._fetched: set[str] = set()  # whole, by this process
+        if repo_id is not None:
+            self.guard.listed = hub.cached_digests(root) if listing is None else listing.digests
         checkpoint_files.check_regular(root)
 
     def _finish(self, folder: Path | None) -> None:
@@ -211,10 +210,6 @@ class SafetensorsSource:
         """Return True if a file is on this machine and is read from there."""
         return self.listing is None or self.guard.has_seen(name)
 
-    def is_taken_over(self, name: str) -> bool:
-        """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
-        return self.repo_id is not None and self.is_here(name) and name not in self._fetched
-
     def fetch(
         self,
         names: Iterable[str],
@@ -229,15 +224,10 @@ class SafetensorsSource:
         for name in names:
             if self.listing is None or self.is_here(name):
                 continue
-            is_cached = hub.has_cached_bytes(self.root, name, self.listing.digests.get(name))
+            is_cached = hub.has_cached_bytes(self.root, self.listing.digests.get(name))
             folder = None if is_cached else into
-            is_begun = is_cached or (
-                into is None and hub.has_partial_bytes(self.root, self.listing.digests.get(name))
-            )
             path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check, folder)
             self._check_fetched(name, path)
-            if not is_begun:
-                self._fetched.add(name)
             self.guard.place(name, path)
 
     def _check_fetched(self, name: str, path: Path) -> None:
@@ -264,8 +254,7 @@ class SafetensorsSource:
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
         self.guard.forget(name)
-        with suppress(CloseError):  # of a file that was only read
-            self._descriptors.drop(name)
+        self._descriptors.drop(name)
 
     # --- experts
 
@@ -348,8 +337,7 @@ class SafetensorsSource:
 
     def close(self) -> None:
         """Close the files; no read may be under way, and none may follow."""
-        with suppress(CloseError):  # of a file that was only read
-            self._descriptors.close()
+        self._descriptors.close()
 
     def __enter__(self) -> Self:
         return self
@@ -358,23 +346,9 @@ class SafetensorsSource:
         self.close()
 
     def _open_file(self, name: str) -> int:
-        descriptor = open_regular(self.guard.path_of(name))
-        try:
-            before = self.guard.look(name)
-        except OSError:
-            os.close(descriptor)
-            raise
-        status = os.fstat(descriptor)
-        if (status.st_size, status.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            os.close(descriptor)
-            raise InputError(
-                "The file changed since its header was read.",
-                where=str(self.guard.path_of(name)),
-                expected=f"{before.st_size} bytes, mtime {before.st_mtime_ns} ns",
-                found=f"{status.st_size} bytes, mtime {status.st_mtime_ns} ns",
-                remedy=_KEEP,
-            )
-        return descriptor
+        self.guard.look(name)
+        self.guard.check_states([name])
+        return open_regular(self.guard.path_of(name))
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"

@@ -24,8 +24,8 @@ from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, NetworkError, VerificationError, plural, short_text
+from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.pipeline import stop_threads
-from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json

@@ -64,16 +64,16 @@ def _check_identity(
                 listed.append((file.name, sha256))
     digests = pool.map(lambda name: _digest_of(source, name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
-        if sha256 != digest:
+        if digest not in (None, sha256):
             where = f"{names.MANIFEST}: source, file {name}"
             result.add(where, _NOT_CONVERTED, f"sha256 {sha256}", f"sha256 {digest}")
 
 
-def _digest_of(source: Source, name: str) -> str:
-    """Return a file's SHA-256: of the local file, else as the Hub lists it, else of bytes read by ranges."""
+def _digest_of(source: Source, name: str) -> str | None:
+    """Return a file's SHA-256: of the local file, else as the Hub lists it."""
     if source.is_here(name) or source.listing is None:
         return sha256_of(source.root / name)
-    return source.listing.digests.get(name) or source.listing.sha256(name)
+    return source.listing.digests.get(name)
 
 
 # --- copied tensors ----------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers, shards_of
-from hqconv.conversion.source_integrity import blame_taken_over
+from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.io.pipeline import pipeline
@@ -325,8 +324,6 @@ def _working_bytes(artifact: Artifact, layer: MoeLayer) -> int:
 def _conclude(check: LayerCheck, outcomes: Sequence[ExpertResult], result: CheckResult) -> None:
     """Combine the outcomes of a layer's experts into the result. InputError if the source is bad."""
     original = check.original
-    if original is not None and any(outcome.findings for outcome in outcomes):
-        blame_taken_over(original.source, shards_of(original.source, original.layer))
     findings = [*check.findings]
     for outcome in outcomes:
         findings += outcome.findings

@@ -156,7 +156,7 @@ def test_what_is_not_as_it_must_be_is_named(name: str, good: Path, tmp_path: Pat
 
 def test_a_source_whose_manifest_lists_no_files(good: Path, tmp_path: Path) -> None:
     out = edited(good, tmp_path / "in", lambda words: words.update(files={}))
-    with pytest.raises(HqconvError, match=r"does not list a file(.|\n)*config\.json"):
+    with pytest.raises(HqconvError, match="not what its manifest lists"):
         run(out, tmp_path / "out", "source")
 
 

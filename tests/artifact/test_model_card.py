@@ -117,7 +117,7 @@ def test_front_matter_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
     for raw in NOT_YAML:
         (source / "README.md").write_bytes(b"---\n" + raw + b"\n---\nbody")
         found = FrontMatter.of((source / "README.md").read_bytes())
-        assert (found.words, found.problem != "") == ({}, True), raw[:20]
+        assert (found.document, found.problem != "") == ({}, True), raw[:20]
     report = run(source, tmp_path / "out", "int4-g64")
     assert NO_YAML in report.warnings
     assert NO_YAML in manifest(tmp_path / "out")["warnings"]

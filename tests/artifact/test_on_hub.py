@@ -137,8 +137,11 @@ def test_another_size_or_digest_is_refused_before_anything_is_fetched(
 def test_a_file_that_the_manifest_does_not_list_is_refused(
     server: LocalHub, tmp_path: Path
 ) -> None:
+    """One that would be copied; others are left out."""
     (server.folder / "notes.txt").write_text("x")
-    with pytest.raises(InputError, match="does not list a file"):
+    assert hqconv.plan(NAME, schema="source", target="sm90").other_files == ("tokenizer.json",)
+    (server.folder / "vocab.txt").write_text("x")
+    with pytest.raises(InputError, match="not what its manifest lists"):
         hqconv.plan(NAME, schema="source", target="sm90")
 
 

@@ -63,17 +63,6 @@ def replace(path: Path) -> None:
     new.replace(path)
 
 
-def put_back(path: Path) -> None:
-    """In place, with its time set back, as `cp -p` onto it does."""
-    status = path.stat()
-    rewrite(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def touch(path: Path) -> None:
-    os.utime(path)
-
-
 def when(
     is_time: Callable[[Progress], bool], change: Callable[[], None]
 ) -> Callable[[Progress], None]:
@@ -94,6 +83,13 @@ def assert_noticed(caught: pytest.ExceptionInfo[InputError], path: Path, out: Pa
     assert not (out / "hqconv.json").exists()
 
 
+def put_back(path: Path) -> None:
+    """In place, with its time set back, as `cp -p` onto it does."""
+    status = path.stat()
+    rewrite(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 NAMES = [
     "config.json",
     "model.safetensors.index.json",
@@ -109,7 +105,7 @@ def file_of(src: Path, name: str) -> Path:
     return {"first": shards[0], "last": shards[-1]}.get(name, src / name)
 
 
-@pytest.mark.parametrize("change", [rewrite, replace, put_back, touch, Path.unlink])
+@pytest.mark.parametrize("change", [rewrite, replace, put_back, Path.unlink])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_is_looked_at_again_in_the_end(
     src: Path,
@@ -126,7 +122,7 @@ def test_every_file_is_looked_at_again_in_the_end(
         return real(*words)
 
     monkeypatch.setattr(conversion, "completed_manifest", build)
-    with pytest.raises(InputError, match="changed during the conversion") as caught:
+    with pytest.raises(InputError, match="changed since it was opened") as caught:
         run(src, out, "mxfp4")
     assert_noticed(caught, path, out)
 
@@ -149,17 +145,11 @@ def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(
 ) -> None:
     out, path = tmp_path / "out", src / "tokenizer.json"
     change = when(lambda at: at.num_units_done == 1, lambda: path.write_text('{"new": 1}'))
-    with pytest.raises(InputError, match=r"changed during(.|\n)*--resume"):
+    with pytest.raises(InputError, match=r"changed since(.|\n)*--resume"):
         run(src, out, "mxfp4", progress=change)
     summary = run(src, out, "mxfp4", resume=True)
     assert summary.num_units_resumed > 0
     assert (out / "tokenizer.json").read_text() == '{"new": 1}'
-
-
-def test_files_that_nothing_is_made_of_may_change(src: Path, tmp_path: Path) -> None:
-    (src / "pytorch_model.bin").write_bytes(b"1")
-    change = when(lambda at: True, lambda: rewrite(src / "pytorch_model.bin"))
-    run(src, tmp_path / "out", "mxfp4", progress=change)
 
 
 # --- which side failed

@@ -442,7 +442,7 @@ def check_loose_files(src: Path, out: Path) -> None:
     if method == "hqconv":
         assert config.pop("transformers_weights") == "serve-with-vllm-and-hqconv.safetensors"
     assert config == json.loads((src / "config.json").read_bytes())
-    for name in ("tokenizer.json", "generation_config.json", "extra/vocab.txt"):
+    for name in ("tokenizer.json", "generation_config.json", "tokenizer/vocab.txt"):
         assert (out / name).read_bytes() == (src / name).read_bytes()
 
 

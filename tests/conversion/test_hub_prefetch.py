@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 
 import hqconv
@@ -38,6 +37,7 @@ from tests.make.shards import split_by_layer
 from tests.make.tensors import snapshot
 
 NAME, SCHEMA, NUM_LAYERS = "org/name", "int4-g32", 6
+GONE = {"X_Error_Code": "EntryNotFound"}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def server(
     model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LocalHub]:
     monkeypatch.chdir(tmp_path)
-    with serve(Path(shutil.copytree(model, tmp_path / "served"))) as one:
-        use(monkeypatch, one.url, cache)
-        yield one
+    with serve(Path(shutil.copytree(model, tmp_path / "served"))) as hub:
+        use(monkeypatch, hub.url, cache)
+        yield hub
 
 
 def run(out: Path, **options: Any) -> Any:
@@ -92,30 +92,30 @@ def shards(cache: Path) -> set[str]:
     return {name for name in cached(cache) if name.endswith(".safetensors")}
 
 
-def own(cache: Path) -> set[str]:
-    """Shards in the folders of processes of hqconv."""
-    return {path.name for path in cache.glob(".hqconv/*/*.safetensors")}
+def temporary(cache: Path) -> set[str]:
+    """Shards in the temporary folders of hqconv."""
+    return {path.name for path in cache.glob("hqconv-shards-*/*.safetensors")}
 
 
 def weight_bytes(cache: Path) -> int:
     """Size of all weights, also of running downloads; a file may be removed meanwhile."""
     total = 0
-    for path in [*cache.glob("models--*/blobs/*"), *cache.glob(".hqconv/**/*")]:
+    for path in [*cache.glob("models--*/blobs/*"), *cache.glob("hqconv-shards-*/**/*")]:
         with suppress(FileNotFoundError):
             size = path.stat().st_size
             total += size if size > 100_000 else 0
     return total
 
 
-def size_of(server: LocalHub, *layers: int) -> int:
-    return sum((server.folder / shard(layer)).stat().st_size for layer in layers)
+def size_of(server: LocalHub, layer: int) -> int:
+    return (server.folder / shard(layer)).stat().st_size
 
 
 def assert_removed(cache: Path) -> None:
     """No shard is left: neither in the cache nor in a folder of hqconv."""
     assert not shards(cache)
     assert weight_bytes(cache) == 0
-    assert not (cache / ".hqconv").exists()
+    assert not list(cache.glob("hqconv-*"))
 
 
 class Watch:
@@ -133,60 +133,49 @@ class Watch:
 
 
 def test_the_manifest_does_not_tell_what_stays_in_the_cache(
-    server: LocalHub, tmp_path: Path
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
-    """What the Hub says of its large files is in it either way."""
+    """What the Hub says of its large files is in it either way; what is kept is all, and used again."""
     run(tmp_path / "out")
     run(tmp_path / "kept", keep_source=True)
+    assert shards(cache) == {path.name for path in server.folder.glob("*.safetensors")}
+    server.sent.clear()
     run(tmp_path / "there")
-    assert shards(tmp_path / "cache")
+    assert server.num_bytes_of_weights == 0
+    assert len(shards(cache)) == NUM_LAYERS + 1  # what was there before stays
     files = conversions.manifest(tmp_path / "out")["source"]["files"]
     assert all(file["hub_sha256"] == digest_of(server.folder / file["name"]) for file in files)
+    assert without_manifest(tmp_path / "out") == expected
     for name in ("kept", "there"):
         assert snapshot(tmp_path / name) == snapshot(tmp_path / "out")
+    with pytest.raises(RequestError, match="exclude each other"):
+        run(tmp_path / "out", cache_limit=1 << 30, keep_source=True)
 
 
 # --- how much is there at a time ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("limit", ["less than a shard", "one shard", "two shards", "default"])
 def test_the_cache_never_holds_more_than_it_may(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], num_shards: int
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], limit: str
 ) -> None:
+    """A limit below what a layer needs gives one layer at a time."""
     watch = Watch(server, cache)
-    limit = num_shards * size_of(server, 0)
-    run(tmp_path / "out", cache_limit=None if num_shards == 4 else limit)
+    one = size_of(server, 0)
+    given, most = {
+        "less than a shard": (1000, one),
+        "one shard": (one, one),
+        "two shards": (2 * one, 2 * one),
+        "default": (None, 4 * one),
+    }[limit]
+    run(tmp_path / "out", cache_limit=given)
     assert without_manifest(tmp_path / "out") == expected
-    assert 0 < watch.most <= limit
+    assert 0 < watch.most <= most
     whole = [name for name in server.whole if name.endswith(".safetensors")]
-    assert sorted(whole) == [
-        shard(layer) for layer in range(NUM_LAYERS)
-    ]  # not the one without experts
+    # Not the one without experts.
+    assert sorted(whole) == [shard(layer) for layer in range(NUM_LAYERS)]
     assert_removed(cache)
     assert "tokenizer.json" in cached(cache)
-
-
-def test_a_limit_below_one_group_is_refused(server: LocalHub, tmp_path: Path) -> None:
-    size = size_of(server, 0)
-    with pytest.raises(RequestError, match="cache limit is too small") as caught:
-        run(tmp_path / "out", cache_limit=size - 1)
-    assert str(size) in caught.value.expected
-    assert server.whole.count(shard(0)) == 0
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(RequestError, match="exclude each other"):
-        run(tmp_path / "out", cache_limit=size, keep_source=True)
-
-
-def test_what_is_kept_is_all(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    run(tmp_path / "out", keep_source=True)
-    assert without_manifest(tmp_path / "out") == expected
-    assert shards(cache) == {path.name for path in server.folder.glob("*.safetensors")}
-    server.sent.clear()
-    run(tmp_path / "again")
-    assert server.num_bytes_of_weights == 0
-    assert len(shards(cache)) == NUM_LAYERS + 1  # what was there before stays
 
 
 def test_what_was_in_the_cache_stays(
@@ -204,91 +193,36 @@ def test_what_was_in_the_cache_stays(
     assert not {shard(2), shard(3)} & set(server.whole)
 
 
-def spoil(path: Path) -> None:
-    """Zeros from the middle on, as after a power cut; the header and the size stay."""
-    data = path.read_bytes()
-    path.resolve().write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
-
-
-@pytest.mark.parametrize(
-    "how", ["in the snapshot", "under another name", "offline", "of copied tensors"]
-)
-def test_bytes_that_others_left_in_the_cache_are_hashed(
-    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """A killed process, another user of the cache, a power cut."""
-    name = "rest.safetensors" if how == "of copied tensors" else shard(2)
-    assert (server.folder / name).exists(), list(server.folder.iterdir())
-    if how == "offline":
-        snapshot_download(NAME)
-    path = Path(hf_hub_download(NAME, name))
-    good = path.read_bytes()
-    spoil(path)
-    if how == "under another name":
-        path.unlink()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
-    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
-        run(tmp_path / "out")
-    assert name in caught.value.where
-    assert not (tmp_path / "out" / "hqconv.json").exists()
-    blob = tmp_path / "cache/models--org--name/blobs" / digest_of(server.folder / name)
-    blob.write_bytes(good)
-    run(tmp_path / "out", resume=True)
-
-
-@pytest.mark.parametrize("is_offline", [False, True])
-def test_verify_blames_the_cache_and_not_the_artifact(
-    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
-) -> None:
-    run(tmp_path / "out")
-    if is_offline:
-        snapshot_download(NAME)
-    spoil(Path(hf_hub_download(NAME, shard(2))))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-    (result,) = hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2).results
-    (finding,) = result.findings
-    assert "other bytes than the Hub lists" in finding.what
-    assert shard(2) in finding.where
-
-
-def test_a_tokenizer_that_others_left_in_the_cache_is_hashed(
+def test_a_damaged_tokenizer_in_the_cache_is_found(
     server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a large file, of which the Hub lists the digest."""
-    monkeypatch.setattr(
-        hub_server,
-        "_is_large",
-        lambda path: path.suffix == ".safetensors" or "tokenizer" in path.name,
-    )
-    path = Path(hf_hub_download(NAME, "tokenizer.json"))
-    path.resolve().write_text("[]")
-    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
+    monkeypatch.setattr(hub_server, "_is_large", lambda path: "config" not in path.name)
+    Path(hf_hub_download(NAME, "tokenizer.json")).resolve().write_text("[]")
+    with pytest.raises(InputError, match="not what its manifest or the Hub lists") as caught:
         run(tmp_path / "out")
     assert "tokenizer.json" in caught.value.where
     assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
-# --- before it begins --------------------------------------------------------------------------------------
-
-Usage = namedtuple("Usage", "total used free")
-
-
-def test_a_full_disk_is_seen_before_the_start(
-    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = hqconv.plan(NAME, schema=SCHEMA, target="sm90", tp=2)
-    of_out, of_shard = planned.num_bytes_out + planned.other_bytes, size_of(server, 0)
-    needed = of_out + 2 * of_shard + 2  # with the tokenizer
-    free = needed - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free, 0, free))
-    with pytest.raises(OutputError, match="cannot hold what is fetched") as caught:
-        run(tmp_path / "out", cache_limit=2 * of_shard)
-    assert f"{needed / 1e6:.1f} MB free" in caught.value.expected
-    assert not (tmp_path / "out").exists()
-    assert not server.whole or shard(0) not in server.whole
-    free = needed
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free, 0, free))
-    run(tmp_path / "out", cache_limit=2 * of_shard)
+@pytest.mark.parametrize("where", ["cache", "artifact"])
+def test_damaged_bytes_in_the_cache_are_found(server: LocalHub, tmp_path: Path, where: str) -> None:
+    """A killed process, another user of the cache, a power cut: by `--source-digests`, and by `verify`."""
+    path = Path(hf_hub_download(NAME, shard(2)))
+    data = path.read_bytes()
+    if where == "artifact":
+        run(tmp_path / "out")
+    path.resolve().write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    if where == "artifact":
+        report = hqconv.verify(tmp_path / "out", NAME, checks=["files"], threads=2)
+        assert any(shard(2) in finding.where for finding in report.results[0].findings)
+        return
+    with pytest.raises(InputError, match="not what its manifest or the Hub lists") as caught:
+        run(tmp_path / "out", source_digests=True)
+    assert shard(2) in caught.value.where
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+    path.resolve().write_bytes(data)
+    run(tmp_path / "out", resume=True)
 
 
 # --- failures on the way -----------------------------------------------------------------------------------
@@ -312,14 +246,14 @@ def test_what_fails_on_the_way_can_be_resumed(
     kind: type[HqconvError],
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    code = {"X_Error_Code": "EntryNotFound"} if status == 404 else {}
+    code = GONE if status == 404 else {}
     server.before = lambda name: (
         server.fail(f"/resolve/.*{shard(4)}$", status, **code) if name == shard(3) else None
     )
     with pytest.raises(HqconvError) as caught:
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     assert type(caught.value) is kind
-    assert own(cache) <= {shard(3)}
+    assert not temporary(cache)
     assert not (tmp_path / "out" / "hqconv.json").exists()
     server.mend()
     server.before = None
@@ -333,22 +267,19 @@ def test_what_fails_on_the_way_can_be_resumed(
 
 def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None:
     """Its headers are the same, its weights need not be."""
-    gone = {"X_Error_Code": "EntryNotFound"}
     server.before = lambda name: (
-        server.fail(f"/{shard(2)}$", 404, **gone) if name == shard(1) else None
+        server.fail(f"/{shard(2)}$", 404, **GONE) if name == shard(1) else None
     )
     with pytest.raises(InputError):
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     server.before = None
     server.mend()
     server.commit = "f" * 40
-    with pytest.raises(OutputError, match="differs from this one in: commit of the source"):
+    with pytest.raises(OutputError, match="differs from this one in: source: revision"):
         run(tmp_path / "out", resume=True)
 
 
-def test_another_file_than_the_headers_were_of(
-    server: LocalHub, tmp_path: Path, cache: Path
-) -> None:
+def test_another_file_than_the_headers_were_of(server: LocalHub, tmp_path: Path) -> None:
     """A server that lies: the commit's files never change."""
 
     def swap(name: str) -> None:
@@ -368,32 +299,19 @@ def test_another_file_than_the_headers_were_of(
 # --- kills -------------------------------------------------------------------------------------------------
 
 
-class Process:
-    """The command in a process of its own."""
-
-    def __init__(self, server: LocalHub, home: Path, out: Path, *more: str) -> None:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(home), "HF_HUB_DISABLE_XET": "1"}
-        options = [
-            "--schema",
-            SCHEMA,
-            "--target",
-            "sm90",
-            "--tp",
-            "2",
-            "--device",
-            "cpu",
-            "--threads",
-            "2",
-        ]
-        command = [sys.executable, "-m", "hqconv", "convert", NAME, "-o", str(out), *options, *more]
-        self.process = processes.Process(
-            command,
-            env={**kept, **own, "PYTHONPATH": str(REPO)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+def start(server: LocalHub, cache: Path, out: Path, *more: str) -> Any:
+    """Start the command in a process of its own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    options = f"--schema {SCHEMA} --target sm90 --tp 2 --device cpu --threads 2".split()
+    command = [sys.executable, "-m", "hqconv", "convert", NAME, "-o", str(out), *options, *more]
+    return processes.Process(
+        command,
+        env={**kept, **own, "PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.full
@@ -414,22 +332,20 @@ def test_a_kill_loses_nothing(
 
     server.before = hold
     limit = str(2 * size_of(server, 0))
-    one = Process(server, cache, tmp_path / "out", "--cache-limit", limit)
-    assert held.wait(120), one.process.stderr and one.process.stderr.read()
+    process = start(server, cache, tmp_path / "out", "--cache-limit", limit)
+    assert held.wait(120), process.stderr and process.stderr.read()
     started = time.monotonic()
     while groups_done(tmp_path / "out") < 3 and time.monotonic() - started < 60:
         time.sleep(0.05)
-    one.process.send_signal(number)
-    _, told = one.process.communicate(timeout=60)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
     go_on.set()
-    assert one.process.returncode in (-number, 128 + number), told
-    if number == signal.SIGINT:
-        assert "Interrupted." in told
+    assert process.returncode in (-number, 128 + number), said
     done = groups_done(tmp_path / "out")
     assert done >= 3
     server.before, first = None, Counter(server.whole)
     server.whole.clear()
-    report = run(tmp_path / "out", cache_limit=limit, resume=True)
+    report = run(tmp_path / "out", cache_limit=int(limit), resume=True)
     assert report.num_units_resumed == done
     assert without_manifest(tmp_path / "out") == expected
     again = [name for name in server.whole if name.endswith(".safetensors") and first[name]]
@@ -441,82 +357,26 @@ def test_folders_that_killed_processes_left_are_removed(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
     """Those in use stay."""
-    kept = []
-    for name, is_used in (("run-0", False), ("run-1", True), ("new", False)):
-        folder = cache / ".hqconv" / name
+    folders = [cache / f"hqconv-shards-{name}" for name in ("left", "used")]
+    for folder in folders:
         folder.mkdir(parents=True)
         (folder / "x").write_text("x")
-        descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
-        if is_used:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        kept.append((folder, descriptor))
-    run(tmp_path / "out")
+    (folders[0] / "lock").touch()
+    with (folders[1] / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(tmp_path / "out")
     assert without_manifest(tmp_path / "out") == expected
-    assert [(folder / "x").exists() for folder, _ in kept] == [False, True, True]
-    assert {path.name for path in (cache / ".hqconv").iterdir()} == {"run-1", "new"}
-    for _, descriptor in kept:
-        os.close(descriptor)
-
-
-def test_a_start_while_other_processes_end(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They remove the folder above when it is empty; the start goes on, and leaves no open file."""
-    monkeypatch.setattr("hqconv.io.hub.cache_folder", lambda: cache)
-    real, left = tempfile.mkdtemp, [3]
-
-    def make(**kwargs: Any) -> str:
-        if left[0]:
-            left[0] -= 1
-            (cache / ".hqconv").rmdir()
-        return real(**kwargs)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    folder = hub_prefetch._OwnFolder()
-    assert left == [0]
-    folder.close()
-    assert not (cache / ".hqconv").exists()
-    left[0] = 1000
-    with pytest.raises(FileNotFoundError):
-        hub_prefetch._OwnFolder()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert list(cache.glob("hqconv-*")) == [folders[1]]
 
 
 def test_a_cache_in_which_no_folder_can_be_made(
-    server: LocalHub, cache: Path, tmp_path: Path
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.mkdir()
-    (cache / ".hqconv").write_text("a file")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("hqconv.io.hub.cache_folder", lambda: tmp_path / "file")
     with pytest.raises(OutputError, match="Writing the output failed") as caught:
         run(tmp_path / "out")
-    assert (caught.value.where, caught.value.found) == (str(cache), "File exists")
-    assert "HF_HOME" in caught.value.remedy
-
-
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_digests_of_shards_that_are_removed(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_resumed: bool
-) -> None:
-    """`--source-digests`: of every shard that was read, also of one that has no experts and is read by ranges."""
-    options: dict[str, Any] = {"cache_limit": size_of(server, 0), "source_digests": True}
-    if is_resumed:
-        gone = {"X_Error_Code": "EntryNotFound"}
-        server.before = lambda name: (
-            server.fail(f"/{shard(4)}$", 404, **gone) if name == shard(3) else None
-        )
-        with pytest.raises(InputError):
-            run(tmp_path / "out", **options)
-        server.mend()
-        server.before = None
-        server.whole.clear()
-    run(tmp_path / "out", **options, resume=is_resumed)
-    assert without_manifest(tmp_path / "out") == expected
-    files = conversions.manifest(tmp_path / "out")["source"]["files"]
-    assert len(files) == NUM_LAYERS + 1
-    assert all(file["sha256"] == digest_of(server.folder / file["name"]) for file in files)
-    assert not is_resumed or shard(0) not in server.whole
-    assert_removed(cache)
+    assert caught.value.where == str(tmp_path / "file")
 
 
 # --- other ways to convert ---------------------------------------------------------------------------------
@@ -526,10 +386,10 @@ def test_static_scales_are_read_when_their_files_are_there(
     server: LocalHub, cache: Path, tmp_path: Path
 ) -> None:
     src = small.save(tmp_path / "calibrated", input_scales.fp8())
-    words = {"input_schema": "fp8-static", "tp": 1}
-    conversions.run(src, tmp_path / "of-folder", "source", **words)
+    options = {"input_schema": "fp8-static", "tp": 1}
+    conversions.run(src, tmp_path / "of-folder", "source", **options)
     server.folder = src
-    conversions.run(NAME, tmp_path / "of-hub", "source", **words)  # type: ignore[arg-type]
+    conversions.run(NAME, tmp_path / "of-hub", "source", **options)  # type: ignore[arg-type]
     assert without_manifest(tmp_path / "of-hub") == without_manifest(tmp_path / "of-folder")
     layers = [conversions.manifest(tmp_path / name)["blocks"] for name in ("of-hub", "of-folder")]
     assert layers[0] == layers[1]
@@ -544,9 +404,9 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
     with open_source(NAME, is_lazy=True) as source:
         ref = source.tensors["model.layers.0.input_layernorm.weight"]
         assert source.files[ref.file].name == shard(0)
-        use = hub_prefetch.ShardUse({"a": (shard(0),)}, {shard(0): size_of(server, 0)})
+        layer = source.map_experts().layers[0]
         prefetch, is_here, fill = (
-            hub_prefetch.HubPrefetch(source, use, CachePolicy()),
+            hub_prefetch.HubPrefetch(source, [layer], CachePolicy()),
             source.is_here,
             safetensors.fill,
         )
@@ -555,26 +415,25 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
         def gone_then(name: str) -> bool:
             was_here = is_here(name)
             if was_here:
-                prefetch.release("a")
+                prefetch.release(layer.name)
             return was_here
 
         def read(*arguments: Any) -> int:
-            prefetch.release("a")
-            others.extend(
-                os.open(model / shard(1), os.O_RDONLY) for _ in range(4)
-            )  # take numbers that are free
+            prefetch.release(layer.name)
+            # Take the numbers that are free.
+            others.extend(os.open(model / shard(1), os.O_RDONLY) for _ in range(4))
             return fill(*arguments)
 
         prefetch.start()
-        prefetch.wait_for("a")
-        assert own(cache) == {shard(0)}
+        prefetch.wait_for(layer.name)
+        assert temporary(cache) == {shard(0)}
         if moment == "before it is opened":
             monkeypatch.setattr(source, "is_here", gone_then)
         else:
             monkeypatch.setattr(safetensors, "fill", read)
         found = bytearray(ref.num_bytes)
         source.read_into(ref, found)
-        assert own(cache) == set()
+        assert temporary(cache) == set()
         assert found == load_file(model / shard(0))[ref.name].view(torch.uint8).numpy().tobytes()
         prefetch.stop()
     for descriptor in others:
@@ -608,21 +467,6 @@ def test_verify_streams_its_source(
     assert [name for name in server.whole if name.startswith("layer-")] == [shard(2)]
 
 
-def test_verify_finds_another_source(server: LocalHub, cache: Path, tmp_path: Path) -> None:
-    """A weight that the commit has, and the artifact was not made of."""
-    run(tmp_path / "out")
-    path = server.folder / shard(3)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x40
-    path.write_bytes(data)
-    report = hqconv.verify(tmp_path / "out", NAME, cache_limit=size_of(server, 0), threads=2)
-    weights = next(result for result in report.results if result.name == "weights")
-    assert not report.passed
-    assert all("layers.3." in finding.where for finding in weights.findings)
-    assert weights.findings
-    assert_removed(cache)
-
-
 def test_a_verification_that_fails_on_the_way(
     server: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,5 +479,3 @@ def test_a_verification_that_fails_on_the_way(
     server.mend()
     assert hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2).passed
     assert_removed(cache)
-    with pytest.raises(RequestError, match="cache limit is too small"):
-        hqconv.verify(tmp_path / "out", NAME, checks=["weights"], cache_limit=1000)

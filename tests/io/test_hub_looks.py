@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +99,6 @@ def test_a_server_that_ignores_ranges_is_left_early(
         assert one.num_bytes_of_weights < total_bytes(folder) / 4
 
 
-def test_an_artifact_is_described_from_its_manifest(
-    model: Path, server: LocalHub, tmp_path: Path
-) -> None:
-    hqconv.convert(model, tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
-    server.folder = tmp_path / "out"
-    words = hqconv.inspect(NAME)
-    assert (words["kind"], words["schema"]["name"]) == ("artifact", "mxfp4")
-    assert server.num_bytes_of_weights == 0
-
-
 def test_the_config_that_ascend_writes_beside_a_model(server: LocalHub, tmp_path: Path) -> None:
     server.folder = write(tmp_path / "model", "ascend-w8a8-file", hidden=128, inner=128).folder
     assert hqconv.inspect(NAME)["quant_method"] == "ascend"
@@ -157,7 +145,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
 @pytest.mark.parametrize(
     ("path", "status", "headers", "kind", "what", "remedy"),
     [
-        (API, 401, {}, RequestError, "accept the token, or wants one", "hf auth login"),
+        (API, 401, {}, RequestError, "does not accept the token", "hf auth login"),
         (
             API,
             401,
@@ -165,10 +153,6 @@ GATED = {"X_Error_Code": "GatedRepo"}
             RequestError,
             "or the repo is private",
             "hf auth login",
-        ),
-        (
-            *(API, 401, {"X_Error_Message": "Invalid credentials in Authorization header"}),
-            *(RequestError, "accept the token, or wants one", "hf auth login"),
         ),
         (
             API,
@@ -189,19 +173,14 @@ GATED = {"X_Error_Code": "GatedRepo"}
         (API, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (FILE, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (SHARD, 403, GATED, RequestError, "gated", "Accept its terms at http"),
-        (API, 403, {}, RequestError, "denies access", "right to read"),
-        (FILE, 403, {}, RequestError, "denies access", "right to read"),
+        (API, 403, {}, RequestError, "denies access", "the right to the repo"),
+        (FILE, 403, {}, RequestError, "denies access", "the right to the repo"),
         (
             *(API, 403, {"X_Error_Message": "Access to this resource is disabled."}),
-            *(RequestError, "is disabled", "its owner"),
-        ),
-        (API, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
-        (SHARD, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
-        (
-            *(API, 429, {"RateLimit": '"api";r=0;t=55'}),
-            *(NetworkError, "asked too often", "Wait 55 seconds"),
+            *(RequestError, "denies access", "the right to the repo"),
         ),
         (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
+        (SHARD, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
         (API, 404, {}, RequestError, "does not answer as the Hub does", "HF_ENDPOINT"),
         (API, 500, {}, NetworkError, "out of order", "Try again later"),
         (FILE, 503, {}, NetworkError, "out of order", "Try again later"),
@@ -236,43 +215,10 @@ def test_every_failure_has_its_message(
     assert str(status) in error.found
 
 
-@pytest.mark.parametrize("path", [API, SHARD])
-def test_a_short_failure_is_waited_out(server: LocalHub, quick: list[float], path: str) -> None:
-    server.fail(path, 429, times=2, Retry_After="3")
+def test_the_library_waits_as_the_hub_says(server: LocalHub, quick: list[float]) -> None:
+    server.fail(SHARD, 429, times=2, Retry_After="3")
     assert hqconv.plan(NAME, **PLAN).source.num_files == 4
-    assert quick == [4.0, 4.0]  # a second more, says the library
-
-
-@pytest.mark.parametrize("path", [API, SHARD])
-def test_a_wait_has_a_bound(server: LocalHub, quick: list[float], path: str) -> None:
-    server.fail(path, 429, Retry_After="86400")
-    with pytest.raises(NetworkError, match="asked too often") as caught:
-        hqconv.plan(NAME, **PLAN)
-    assert "Wait 86400 seconds" in caught.value.remedy
-    assert quick == []
-    server.mend()
-    server.fail(path, 429, Retry_After="100")
-    with pytest.raises(NetworkError, match="asked too often"):
-        hqconv.plan(NAME, **PLAN)
-    assert quick[:3] == [101.0, 101.0, 101.0]
-    assert sum(quick[:3]) <= hub._MAX_WAIT_S < sum(quick[:3]) + 101
-
-
-def test_a_wait_may_be_a_date(server: LocalHub, quick: list[float]) -> None:
-    then = datetime.now(UTC) + timedelta(seconds=40)
-    server.fail(API, 429, times=1, Retry_After=format_datetime(then, usegmt=True))
-    hqconv.inspect(NAME)
-    assert len(quick) == 1
-    assert 0 < quick[0] <= 41
-
-
-def test_a_refusal_without_a_time_is_repeated_a_few_times(
-    server: LocalHub, quick: list[float]
-) -> None:
-    server.fail(API, 429)
-    with pytest.raises(NetworkError, match="asked too often"):
-        hqconv.inspect(NAME)
-    assert quick == [2.0, 4.0, 8.0]
+    assert quick == [4.0, 4.0]  # a second more
 
 
 @pytest.mark.parametrize(
@@ -292,15 +238,6 @@ def test_a_hub_that_cannot_be_reached(
     with pytest.raises(NetworkError, match=r"cannot be reached|does not answer") as caught:
         hqconv.inspect(NAME)
     assert constants.ENDPOINT in caught.value.what
-
-
-def test_a_repo_with_another_name(server: LocalHub) -> None:
-    server.former_id = "org/former"
-    with pytest.raises(RequestError, match="another name now") as caught:
-        hqconv.plan("org/former", **PLAN)
-    assert (caught.value.where, caught.value.found) == ("org/former", NAME)
-    assert caught.value.remedy == f"Give {NAME}."
-    assert server.fetched == set()
 
 
 def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -> None:
@@ -350,7 +287,7 @@ def test_a_commit_that_leads_elsewhere(server: LocalHub, tmp_path: Path, commit:
         lambda name: hqconv.plan(name, **PLAN),
         hqconv.verify,
     ):
-        with pytest.raises(InputError, match="no commit hash") as caught:
+        with pytest.raises(InputError, match="a commit or a digest that is none") as caught:
             call(NAME)
         assert (caught.value.where, caught.value.found) == (NAME, repr(commit))
     assert not list(tmp_path.rglob("*"))
@@ -359,7 +296,7 @@ def test_a_commit_that_leads_elsewhere(server: LocalHub, tmp_path: Path, commit:
 def test_a_digest_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     lfs = {"sha256": "../../x", "size": 1, "pointerSize": 1}
     monkeypatch.setattr(hub_server, "_sibling", lambda file: file.get("lfs") and lfs)
-    with pytest.raises(InputError, match="no valid SHA-256"):
+    with pytest.raises(InputError, match="a commit or a digest that is none"):
         hqconv.inspect(NAME)
 
 
@@ -441,6 +378,6 @@ def test_a_transfer_that_dies_is_the_networks(
 
     listing = hub.Listing.of(NAME, None)
     monkeypatch.setattr(library.Response, "iter_bytes", die)
-    with pytest.raises(NetworkError, match="download from the Hub failed") as caught:
+    with pytest.raises(NetworkError, match="transfer from or to the Hub failed") as caught:
         listing.read("config.json", 0, 4)
     assert "reset by peer" in caught.value.found

@@ -42,7 +42,6 @@ class LocalHub:
         ] = {}  # commits before the present one; once there are some, no other is known
         self.is_rewritten = False  # no commit but the present one is known
         self.digests: dict[str, str] = {}  # of the listing, where it is wrong
-        self.former_id = ""  # a name from which the Hub sends people on
         self.before: Callable[[str], None] | None = (
             None  # called with a file's name before all of it is sent
         )
@@ -129,46 +128,74 @@ def _sibling(file: dict[str, Any]) -> dict[str, Any] | None:
     return lfs and {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Answers in JSON and bytes."""
+
     protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        raise NotImplementedError
+
+    def send_json(self, document: Any, status: int = 200) -> None:
+        self.send(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
+
+    def send(self, status: int, data: bytes, headers: dict[str, str], name: str = "") -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        for start in range(0, len(data), 1 << 14):  # a client that has enough hangs up
+            try:
+                self.wfile.write(data[start : start + (1 << 14)])
+            except OSError:
+                self.close_connection = True
+                return
+            self.count(name, len(data[start : start + (1 << 14)]))
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """Some bytes of a file were sent."""
+
+
+class HubHandler(Handler):
     hub: LocalHub
 
     def log_message(self, format: str, *args: Any) -> None:
         self.hub.requests.append(format % args)
 
-    def do_HEAD(self) -> None:
-        self._answer()
+    def count(self, name: str, num_bytes: int) -> None:
+        self.hub.count(name, num_bytes)
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         path, _, query = self.path.partition("?")
         if fault := self.hub.fault(path):
-            self._send(fault.status, b"fault", fault.headers)
-        elif self.hub.former_id and f"/{self.hub.former_id}" in path:
-            there = self.path.replace(self.hub.former_id, self.hub.repo_id)
-            self._send(307, b"", {"Location": self.hub.url + there})
+            self.send(fault.status, b"fault", fault.headers)
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}(?:/revision/([^/]+))?", path):
-            self._of_commit(
-                match[1], lambda root, commit: self._send_json(self._info(root, commit))
-            )
+            self._of_commit(match[1], lambda root, commit: self.send_json(self._info(root, commit)))
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/([^/]+)", path):
             recursive = "recursive=true" in query.lower()
             self._of_commit(
-                match[1], lambda root, _: self._send_json(self._tree(root, recursive=recursive))
+                match[1], lambda root, _: self.send_json(self._tree(root, recursive=recursive))
             )
         elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/([^/]+)/(.+)", path):
             self._of_commit(
                 match[1], lambda root, commit: self._send_file(root, commit, unquote(match[2]))
             )
         else:
-            self._send(404, b"not found", {"X-Error-Code": "RepoNotFound"})
+            self.send(404, b"not found", {"X-Error-Code": "RepoNotFound"})
 
     def _of_commit(self, revision: str | None, answer: Callable[[Path, str], None]) -> None:
         found = self.hub.at(unquote(revision or "main"))
         if found is None:
-            self._send(404, b"no such commit", {"X-Error-Code": "RevisionNotFound"})
+            self.send(404, b"no such commit", {"X-Error-Code": "RevisionNotFound"})
         else:
             answer(*found)
 
@@ -215,13 +242,10 @@ class HubHandler(BaseHTTPRequestHandler):
             "siblings": siblings,
         }
 
-    def _send_json(self, words: Any) -> None:
-        self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})
-
     def _send_file(self, root: Path, commit: str, name: str) -> None:
         path = root / name
         if not path.is_file():
-            self._send(404, b"no such file", {"X-Error-Code": "EntryNotFound"})
+            self.send(404, b"no such file", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
         headers = {"X-Repo-Commit": commit, "ETag": f'"{digest_of(path)}"'}
@@ -238,23 +262,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self.hub.whole.append(name)
             if self.hub.before is not None:
                 self.hub.before(name)
-        self._send(status, data[begin:end], headers, name)
-
-    def _send(self, status: int, data: bytes, headers: dict[str, str], name: str = "") -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        for start in range(0, len(data), 1 << 14):  # a client that has enough hangs up
-            try:
-                self.wfile.write(data[start : start + (1 << 14)])
-            except OSError:
-                self.close_connection = True
-                return
-            self.hub.count(name, len(data[start : start + (1 << 14)]))
+        self.send(status, data[begin:end], headers, name)
 
 
 @contextmanager

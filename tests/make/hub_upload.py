@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.make.hub_server import HubHandler, LocalHub, listening
+from tests.make.hub_server import Handler, HubHandler, LocalHub, listening
 
 
 class Stored(NamedTuple):
@@ -49,14 +49,11 @@ class UploadHub:
         self.messages: list[str] = []
         self.objects: dict[str, bytes] = {}
         self.sent: list[str] = []
-        self.private, self.ignored = private, set[str]()
+        self.private = private
         self.fail_at: int | None = None
-        self.on_batch: Callable[[], None] | None = (
-            None  # called when large files are about to be sent
-        )
-        self.on_commit: Callable[[], None] | None = (
-            None  # called when a commit is made, before its answer
-        )
+        # Called when large files are about to be sent, and when a commit is made, before its answer.
+        self.on_batch: Callable[[], None] | None = None
+        self.on_commit: Callable[[], None] | None = None
         self.checks_digests = True  # of sent objects
         self.status = 400
         self.num_counted = 0
@@ -77,26 +74,17 @@ class UploadHub:
         return folder
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler, BaseHTTPRequestHandler):
     hub: UploadHub
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if match := re.fullmatch(r"/api/models/org/name(?:/revision/([^/]+))?", path):
             self._info(match[1] or "main")
-        elif match := re.fullmatch(r"/api/models/org/name/tree/([^/]+)", path):
-            self._tree(match[1])
         elif match := re.fullmatch(r"/org/name/resolve/([^/]+)/(.+)", path):
             self._file(match[1], match[2])
         else:
-            self._answer(404, {"error": "not found"})
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
+            self.send_json({"error": "not found"}, 404)
 
     def do_POST(self) -> None:
         body, path = self._body(), self.path.partition("?")[0]
@@ -105,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._create()
             elif match := re.fullmatch(r"/api/models/org/name/branch/([^/]+)", path):
                 self.hub.commits.setdefault(match[1], [self.hub.tree()])
-                self._answer(200, {})
+                self.send_json({})
             elif match := re.fullmatch(r"/api/models/org/name/preupload/([^/]+)", path):
                 self._preupload(match[1], json.loads(body))
             elif path == "/org/name.git/info/lfs/objects/batch":
@@ -113,9 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
             elif match := re.fullmatch(r"/api/models/org/name/commit/([^/]+)", path):
                 self._commit(match[1], [json.loads(line) for line in body.splitlines()])
             elif path == "/api/validate-yaml":
-                self._answer(200, {"errors": [], "warnings": []})
+                self.send_json({"errors": [], "warnings": []})
             else:
-                self._answer(404, {"error": "not found"})
+                self.send_json({"error": "not found"}, 404)
 
     def do_PUT(self) -> None:
         body, oid = self._body(), self.path.rpartition("/")[2]
@@ -125,47 +113,33 @@ class _Handler(BaseHTTPRequestHandler):
             assert not self.hub.checks_digests or hashlib.sha256(body).hexdigest() == oid
             self.hub.objects[oid] = body
             self.hub.sent.append(oid)
-            self._answer(200, {})
+            self.send_json({})
 
     # --- what is asked
 
     def _create(self) -> None:
         if self.hub.commits:
-            self._answer(
-                409,
-                {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"},
-            )
+            self.send_json({"url": f"{self.hub.url}/org/name", "error": "created already"}, 409)
             return
         self.hub.commits["main"] = [
             {".gitattributes": Stored(b"*.safetensors filter=lfs\n", False)}
         ]
-        self._answer(200, {"url": f"{self.hub.url}/org/name", "name": "org/name"})
+        self.send_json({"url": f"{self.hub.url}/org/name", "name": "org/name"})
 
     def _info(self, revision: str) -> None:
         revision = self._branch(revision)
         if revision not in self.hub.commits:
-            self._answer(404, {"error": "no such repo"}, {"X-Error-Code": "RepoNotFound"})
+            self.send(404, b"no such repo", {"X-Error-Code": "RepoNotFound"})
             return
-        siblings = [
-            {
-                "rfilename": name,
-                "size": len(stored.data),
-                "blobId": stored.git_oid,
-                **(
-                    {"lfs": {"sha256": stored.sha256, "size": len(stored.data), "pointerSize": 1}}
-                    if stored.is_lfs
-                    else {}
-                ),
-            }
-            for name, stored in self.hub.tree(revision).items()
-        ]
-        words = {
-            "id": "org/name",
-            "sha": self.hub.oid(revision),
-            "private": self.hub.private,
-            "siblings": siblings,
-        }
-        self._answer(200, words)
+        siblings = []
+        for name, stored in self.hub.tree(revision).items():
+            size = len(stored.data)
+            lfs = {"sha256": stored.sha256, "size": size, "pointerSize": 1}
+            siblings.append(
+                {"rfilename": name, "size": size, "lfs": lfs if stored.is_lfs else None}
+            )
+        info = {"id": "org/name", "sha": self.hub.oid(revision), "private": self.hub.private}
+        self.send_json(info | {"siblings": siblings})
 
     def _branch(self, revision: str) -> str:
         """The branch whose last commit is meant."""
@@ -173,37 +147,24 @@ class _Handler(BaseHTTPRequestHandler):
             (branch for branch in self.hub.commits if revision == self.hub.oid(branch)), revision
         )
 
-    def _tree(self, revision: str) -> None:
-        files: list[dict[str, Any]] = []
-        for name, stored in self.hub.tree(self._branch(revision)).items():
-            size = len(stored.data)
-            lfs = (
-                {"lfs": {"oid": stored.sha256, "size": size, "pointerSize": 1}}
-                if stored.is_lfs
-                else {}
-            )
-            files.append({"type": "file", "path": name, "size": size, "oid": stored.git_oid, **lfs})
-        self._answer(200, files)
-
-    def _preupload(self, revision: str, words: Any) -> None:
+    def _preupload(self, revision: str, document: Any) -> None:
         files = []
-        for file in words["files"]:
+        for file in document["files"]:
             name, stored = file["path"], self.hub.tree(revision).get(file["path"])
             oid = None if stored is None else stored.sha256 if stored.is_lfs else stored.git_oid
             mode = "lfs" if name.endswith(".safetensors") else "regular"
-            is_ignored = name in self.hub.ignored
-            files.append({"path": name, "uploadMode": mode, "shouldIgnore": is_ignored, "oid": oid})
-        self._answer(200, {"files": files})
+            files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.send_json({"files": files})
 
-    def _batch(self, words: Any) -> None:
+    def _batch(self, document: Any) -> None:
         if self.hub.on_batch is not None:
             self.hub.on_batch()
         objects = []
-        for one in words["objects"]:
-            actions = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
-            known = one["oid"] in self.hub.objects
-            objects.append({**one, **({} if known else {"actions": actions})})
-        self._answer(200, {"transfer": "basic", "objects": objects})
+        for item in document["objects"]:
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}
+            is_known = item["oid"] in self.hub.objects
+            objects.append(item if is_known else item | {"actions": actions})
+        self.send_json({"transfer": "basic", "objects": objects})
 
     def _commit(self, revision: str, lines: list[Any]) -> None:
         if self._fails():
@@ -211,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         header, *operations = lines
         parent = header["value"].get("parentCommit")
         if parent is not None and parent != self.hub.oid(revision):
-            self._answer(412, {"error": "A commit has happened since."})
+            self.send_json({"error": "A commit has happened since."}, 412)
             return
         tree = dict(self.hub.tree(revision))
         for operation in operations:
@@ -228,13 +189,13 @@ class _Handler(BaseHTTPRequestHandler):
         oid = self.hub.oid(revision)
         if self.hub.on_commit is not None:
             self.hub.on_commit()
-        self._answer(200, {"commitUrl": f"{self.hub.url}/org/name/commit/{oid}", "commitOid": oid})
+        self.send_json({"commitUrl": f"{self.hub.url}/org/name/commit/{oid}", "commitOid": oid})
 
     def _file(self, revision: str, name: str) -> None:
         branch = next((b for b in self.hub.commits if revision in (b, self.hub.oid(b))), "main")
         stored = self.hub.tree(branch)[name]
         headers = {"X-Repo-Commit": self.hub.oid(branch), "ETag": f'"{stored.git_oid}"'}
-        self._send(200, stored.data, headers)
+        self.send(200, stored.data, headers)
 
     # --- how it is answered
 
@@ -242,27 +203,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.num_counted += 1
         if self.hub.fail_at is None or self.hub.num_counted < self.hub.fail_at:
             return False
-        self._answer(self.hub.status, {"error": "refused"})
+        self.send_json({"error": "refused"}, self.hub.status)
         return True
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def _answer(self, status: int, words: Any, headers: dict[str, str] | None = None) -> None:
-        self._send(
-            status,
-            json.dumps(words).encode(),
-            {"Content-Type": "application/json", **(headers or {})},
-        )
-
-    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
 
 
 @contextmanager

@@ -84,8 +84,8 @@ def save_model(
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer.json").write_text('{"version": "1.0", "ключ": 1}\n', encoding="utf-8")
-    (folder / "extra").mkdir()
-    (folder / "extra" / "vocab.txt").write_bytes(bytes(range(256)))
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "vocab.txt").write_bytes(bytes(range(256)))
     return folder
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
-from hqconv.io.sidecar_files import SidecarFiles
+from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.planning import output_units as groups_module
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_file

@@ -72,17 +72,11 @@ def links(source: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "no UTF-8": (put("a\udcff.txt"), "src", "valid Unicode"),
-    "a folder of no UTF-8": (put("a\udcff/b.txt"), "src", "valid Unicode"),
-    "no UTF-8, unfinished": (put("a\udcff.partial"), "src", "valid Unicode"),
+    "no UTF-8": (put("vocab\udcff.txt"), "vocab", "valid Unicode"),
+    "a folder of no UTF-8": (put("a\udcff/b.jinja"), "b.jinja", "valid Unicode"),
     "a name of 248 bytes": (put("x" * 242 + ".jinja"), "x" * 90, "too long"),
     "a name of 249 bytes, fewer letters": (put("é" * 121 + "x.jinja"), "é" * 90, "too long"),
-    "a path of 3100 bytes": (
-        put("/".join(["y" * 200] * 15 + ["z" * 79 + ".jinja"])),
-        "yyy",
-        "too long",
-    ),
-    "below experts": (put("experts/notes.md"), "experts/notes.md", "that the artifact needs"),
+    "below experts": (put("experts/x.jinja"), "experts/x.jinja", "that the artifact needs"),
     "a folder named as the index": (
         put("model.safetensors.index.json/x.md"),
         "index.json",
@@ -95,12 +89,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "a folder",
     ),
     "a folder named as an unfinished file": (
-        put("a.md", "a.md.partial/x.md"),
-        "a.md.partial/x.md",
+        put("a.md", "a.md.partial/x.jinja"),
+        "a.md.partial/x.jinja",
         "needs",
     ),
     "a folder named as an unfinished config": (
-        put("config.json.partial/x.md"),
+        put("config.json.partial/x.jinja"),
         "config.json.partial",
         "needs",
     ),
@@ -158,7 +152,7 @@ SPECIAL += (
     "model.safetensors",
     "hf_quant_config.json",
     "quant_model_description.json",
-    "sub/vocab.txt",
+    "tokenizer/vocab.txt",
 )
 
 
@@ -255,29 +249,14 @@ def test_what_cannot_be_read_is_refused(
 
 
 def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
-    put(
-        "a.partial",
-        "sub/b.json.partial",
-        "experts.partial",
-        ".hidden",
-        "original/x.json",
-        "a.log",
-        "b.log",
-    )(source)
+    put("a.md.partial", "sub/b.json", ".hidden", "original/x.json", "a.log")(source)
     link("more", "sub")(source)
-    left = dict(open_source(source).sidecar_files.left_out)
-    unfinished = "an unfinished download or conversion"
-    assert [left.pop(f"{name}.log") for name in "ab"] == ["no part of the model"] * 2
-    assert left == {
-        **dict.fromkeys(("a.partial", "experts.partial", "sub/b.json.partial"), unfinished),
-        "more": "a link to a folder",
-    }
     report = hqconv.convert(source, tmp_path / "out", **OPTIONS)
-    assert [w for w in report.warnings if "left out" in w] == [
-        *(f"{name} is left out: {reason}." for name, reason in left.items()),
-        "2 files and folders left out: no part of the model (a.log, b.log).",
+    assert [text for text in report.warnings if "left out" in text] == [
+        "4 files and folders left out: a.log, a.md.partial, more, sub/."
     ]
-    assert not any((tmp_path / "out" / name).exists() for name in left)
+    copied = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not copied & {"a.md.partial", "sub", ".hidden", "original", "a.log", "more"}
 
 
 def test_what_is_left_out_may_change(source: Path, tmp_path: Path) -> None:
