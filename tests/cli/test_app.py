@@ -124,11 +124,10 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert convert(model, tmp_path / "out", "--profile", tmp_path / "profile.json").exit_code == 0
     profile = json.loads((tmp_path / "profile.json").read_text())
     stages = profile["stages"]
-    assert list(stages) == ["open", "read", "encode", "collect", "write", "finish", "publish"]
-    for name, stage in stages.items():
-        assert (stage["tasks"] > 0) == (name != "collect")  # that is a GPU's
+    assert list(stages) == ["read", "encode", "write", "finish"]
+    for stage in stages.values():
+        assert stage["tasks"] > 0
         assert 0 <= stage["busy_seconds"] <= profile["seconds"] * stage["threads"]
-    assert 0 < profile["warm_up_seconds"] < profile["seconds"]
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
 
