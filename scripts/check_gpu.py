@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
-from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, LayerSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_layer_schema

@@ -55,7 +55,8 @@ from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe as moe
-from hqconv.kernel_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
+from hqconv.kernel_layout.transform import why_not
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of

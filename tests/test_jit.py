@@ -14,7 +14,6 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from hqconv.cpu_loops import encoders
-from hqconv.humming_ops.repack import tile_store
 from hqconv.jit import CacheFile
 from hqconv.schemas.dtypes import CodeType, parse_code_type
 from tests.make.places import REPO
@@ -85,8 +84,7 @@ def test_every_loop_has_such_a_cache() -> None:
 
 def made(code: CodeType) -> Any:
     """Return a loop that calls another, both made anew, as in another process."""
-    encoders.encoder.cache_clear()
-    return encoders.panel_encoder.__wrapped__(code, tile_store(code.num_bits, False), 64)
+    return encoders.searcher.__wrapped__(code).score
 
 
 E2M1, E4M3, E5M2 = (parse_code_type(name) for name in ("float4e2m1", "float8e4m3", "float8e5m2"))
@@ -114,23 +112,18 @@ ONE = """
 import sys
 import numpy as np
 from hqconv.cpu_loops import encoders
-from hqconv.humming_ops.repack import tile_store
 from hqconv.schemas.dtypes import parse_code_type
 
-def encoded(name):
+def errors(name):
     code = parse_code_type(name)
     source = np.arange(64 * 64, dtype=np.uint32).reshape(64, 64).astype(np.uint16) + np.uint16(0x3C00)
-    scales, ones = np.ones((2, 64, 2), np.float32), np.ones(64, np.float32)
-    groups = (scales[0], np.zeros((1, 1)), scales[1], np.zeros((1, 1), np.float32), ones)
-    num_words = 64 * 64 * code.num_bits // 64
-    words, pieces = np.zeros(num_words, np.uint64), np.array([[0, 1, 0, 4, 0, 0, 16 * code.num_bits]])
-    out = (np.zeros(64, np.int64), np.zeros(64), np.zeros(64), np.zeros(0, np.int64))
-    encode = encoders.panel_encoder(code, tile_store(code.num_bits, False), 64)
-    columns = np.ones(64 * code.num_bits // 32, np.int32)
-    encode(source, np.float32(0), groups, out, 0, 64, columns, (words, pieces))
-    return int(words.sum()), out[1].sum()
+    scales = np.ones((64, 2), np.float32)
+    groups = encoders.GroupArrays(scales, np.zeros((64, 2)), scales, scales * 0, np.ones(64, np.float32))
+    found = np.empty((64, 2))
+    encoders.searcher(code).score(source, np.float32(0), groups, found)
+    return found.sum()
 
-print([encoded(name) for name in sys.argv[1:]])
+print([errors(name) for name in sys.argv[1:]])
 """
 
 

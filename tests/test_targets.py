@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget, parse_target
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema

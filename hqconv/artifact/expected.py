@@ -12,9 +12,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from hqconv.artifact.build import Origin, artifact_config, planned_manifest, shard_index
+from hqconv.artifact.build import (
+    Origin,
+    artifact_config,
+    planned_manifest,
+    shard_index,
+    with_fingerprints,
+)
 from hqconv.artifact.manifest import ABSENT, Difference, Manifest, differences, structure
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import VerificationError
@@ -32,9 +39,10 @@ from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
 
 @dataclass(frozen=True)
 class ExpectedArtifact:
-    """Documents and safetensors files of an artifact. manifest: its `structure`. index: None for a single shard."""
+    """Documents and safetensors files of an artifact. index: None for a single shard."""
 
-    manifest: dict[str, Any]
+    spec: ConversionSpec
+    planned: Manifest
     config: dict[str, Any]
     index: dict[str, Any] | None
     files: dict[str, OutFile]
@@ -45,21 +53,29 @@ class ExpectedArtifact:
     ) -> ExpectedArtifact:
         """Derive all documents from a source's facts and a plan's parts."""
         return cls(
-            manifest=structure(planned_manifest(origin, experts, spec, units)),
+            spec=spec,
+            planned=planned_manifest(origin, experts, spec, units),
             config=artifact_config(origin, experts, spec),
             index=shard_index(units) if has_index(units, spec.layout) else None,
             files={file.path: file for unit in units for file in unit.files},
         )
 
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest's `structure`."""
+        return structure(with_fingerprints(self.planned, self.spec))
+
     def identity(self) -> dict[str, Any]:
-        """Return a short document that only the same request and source have: for journals."""
+        """Return a short document that only the same request, source and Humming have: for journals."""
+        planned = structure(self.planned)
         headers = hashlib.sha256()
         for file in self.files.values():
             headers.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
-        structure_bytes = json.dumps(self.manifest, sort_keys=True).encode()
+        structure_bytes = json.dumps(planned, sort_keys=True).encode()
         return {
-            "request": self.manifest["request"],
-            "source": self.manifest["source"],
+            "humming-kernels version": self.planned.humming_kernels_version,
+            "request": planned["request"],
+            "source": planned["source"],
             names.CONFIG: self.config,
             "structure of the manifest": hashlib.sha256(structure_bytes).hexdigest(),
             "headers of the output files": headers.hexdigest(),

@@ -255,6 +255,11 @@ class GemmEntry(Entry):
     input_scale: float | None = None
 
     @property
+    def has_fused_exponents(self) -> bool:
+        """True if exponents of e8m0 scales were moved into the codes, which were then rounded again per rank."""
+        return self.flags.get("use_fused_e8m0_scale", False)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The sizes by their names in Humming's LayerConfig."""
         return {

@@ -81,7 +81,7 @@ class RankFile:
 
         config, found = self.configs[gemm], self.tensors_of(gemm)
         facts: dict[str, Any] = {
-            **config_entries(spec),
+            **config_entries(spec, entry.flags),
             **entry.sizes,
             "has_bias": "bias" in found,
             "num_experts": num_experts,

@@ -19,7 +19,6 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
-from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.planning.layer_encoding import EncodingOptions
@@ -143,9 +142,6 @@ class Artifact:
             )
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
-        reasons = (why_not(one) for one in spec.kernel_specs if spec.layout == names.KERNEL)
-        if (reason := next(filter(None, reasons), None)) is not None:
-            raise _impossible("weight_schema, input_schema, target", reason)
         if spec.layout == names.CHECKPOINT and spec.grid != Grid():
             raise _impossible("tp, ep", f"{spec.grid} in the checkpoint layout")
         return spec

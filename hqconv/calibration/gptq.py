@@ -28,19 +28,18 @@ import torch
 
 from hqconv.formats.encoding import resized
 from hqconv.humming_ops.runtime import humming, resident
-from hqconv.quantization import torch_ops
+from hqconv.quantization import quantized
+from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.group_scales import (
     GroupScales,
-    bits_of,
     nearest_scales,
     rounded_scales,
     scales_of,
     scales_under,
     stored_values,
 )
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack
+from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.quantization.scale_search import (
     candidate_scales,
     ladder_of,
@@ -192,21 +191,21 @@ def quantize_by_outputs(
     is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
     choice = _ScaleChoice(schema, param_dtype, _start_scales(rounded, schema), is_free)
     solution = _solve(weights, choice, products.hessian)
-    quantized, begin = [], 0
+    results, begin = list[QuantizedStack](), 0
     with resident(weights.device):
         for stack, rounded_stack in zip(stacks, rounded, strict=True):
             rows = slice(begin, begin + stack.size(1))
             begin = rows.stop
             numbers = solution.numbers[:, rows]
-            codes = torch_ops.codes_of(numbers, numbers, schema).contiguous()
+            codes = quantized.codes_of(numbers, numbers, schema).contiguous()
             weight = humming().ops.pack_weight(codes, schema.num_bits)
             tensors = {**rounded_stack.tensors, "weight": weight}
             if choice.is_free:
                 tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
-            error, power = torch_ops.error_sums(stack, tensors, schema)
+            error, power = quantized.error_sums(stack, tensors, schema)
             num_exact = torch.zeros_like(rounded_stack.num_exact)
-            quantized.append(QuantizedStack(tensors, error, power, num_exact))
-    return quantized
+            results.append(QuantizedStack(tensors, error, power, num_exact))
+    return results
 
 
 def _start_scales(rounded: Sequence[QuantizedStack], schema: WeightSchema) -> GroupScales:
@@ -294,7 +293,7 @@ class _ScaleChoice:
         importance = importance.view(len(importance), 1, num_groups, -1)
 
         def loss_of(scales: GroupScales) -> torch.Tensor:
-            decoded = torch_ops.decode(_nearest_numbers(target, scales, self.schema), scales)
+            decoded = quantized.decode(_nearest_numbers(target, scales, self.schema), scales)
             return decoded.sub_(target).square_().mul_(importance).sum(-1)
 
         best, least = self.start, loss_of(self.start) * _MARGIN
@@ -576,7 +575,7 @@ def _round(
         diagonal = factor[:, column, column].view(-1, 1)
         wanted = target[:, :, column] + carried[..., column] / diagonal
         number = _nearest_numbers(wanted[..., None, None], own, schema)
-        value = torch_ops.decode(number, own)[..., 0, 0]
+        value = quantized.decode(number, own)[..., 0, 0]
         numbers[..., column], values[..., column] = number[..., 0, 0], value
         loss += ((wanted - value) * diagonal).square_()
         lost = (target[:, :, column] - value).unsqueeze(-1)
@@ -590,7 +589,7 @@ def _nearest_numbers(
     target: torch.Tensor, scales: GroupScales, schema: WeightSchema
 ) -> torch.Tensor:
     """Return the numbers of the codes of [..., S] under scales [...]; 0 where a scale is 0."""
-    numbers, _ = torch_ops.nearest_numbers(target, scales, schema)
+    numbers, _ = quantized.nearest_numbers(target, scales, schema)
     return numbers.nan_to_num_(0.0)
 
 

@@ -35,7 +35,7 @@ from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.planning.spec import ConversionOptions
-from hqconv.quantization.torch_ops import decoded
+from hqconv.quantization.quantized import decoded
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import resolve_schema

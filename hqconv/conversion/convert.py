@@ -23,6 +23,7 @@ from hqconv.artifact.build import (
     hub_digest,
     planned_manifest,
     with_file,
+    with_fingerprints,
 )
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.expected import ExpectedArtifact
@@ -45,7 +46,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
-from hqconv.quantization.cuda import check_kernels
+from hqconv.quantization.quantize import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
@@ -387,8 +388,9 @@ class _Conversion:
             replace(file, sha256=digests.get(file.name), hub_sha256=hub_digest(source, file.name))
             for file in origin.source.files
         ]
+        planned = planned_manifest(origin, plan.experts, plan.spec, plan.units)
         manifest = completed_manifest(
-            planned_manifest(origin, plan.experts, plan.spec, plan.units),
+            with_fingerprints(planned, plan.spec),
             errors,
             self.input_scales,
             [*records, *sidecar_files],

@@ -17,11 +17,9 @@ from hqconv.calibration.inputs import ExpertActivations
 from hqconv.errors import InputError
 from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.formats.source_format import DIRECT_ROUNDED
-from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
-from hqconv.quantization import torch_ops
 from hqconv.quantization.coded_matrix import (
     CodedMatrix,
     filled,
@@ -31,7 +29,13 @@ from hqconv.quantization.coded_matrix import (
 )
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import ErrorSums, QuantizedStack, join_stacks, stack_direct
+from hqconv.quantization.quantized import (
+    ErrorSums,
+    QuantizedStack,
+    decoded,
+    join_stacks,
+    stack_direct,
+)
 from hqconv.quantization.value_checks import deferring_checks, is_any, not_finite
 from hqconv.schemas.dtypes import torch_dtype_of
 
@@ -43,13 +47,11 @@ class EncodedBatch:
     """All projections of some experts: role → packed tensors [E, …] of the target's schema, and their error sums.
 
     measured: float64 tensors on the device; the caller copies them to the host, with the rest, for `error_sums`.
-    are_tiles_filled: weights are `meta` tensors, since their codes went into the kernel weights already.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
     _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
-    are_tiles_filled: bool = False
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
@@ -90,17 +92,9 @@ class LayerEncoder:
     inputs: ExpertActivations | None = None  # of a calibration
 
     def encode(
-        self,
-        experts: Sequence[int],
-        raw: RawExperts | None,
-        *,
-        is_careful: bool = False,
-        tiles: WeightTiles | None = None,
+        self, experts: Sequence[int], raw: RawExperts | None, *, is_careful: bool = False
     ) -> EncodedBatch:
         """Encode some experts. Raises as `encode_expert`.
-
-        tiles: the memory of the kernel weights, on the CPU. They are filled for floats that are stored as stacks, see
-        `EncodedBatch.are_tiles_filled`.
 
         On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
         DeferredCheckError, unless `is_careful`.
@@ -110,7 +104,7 @@ class LayerEncoder:
         if self.inputs is not None and not self.encoding.is_direct:
             return self._encode_calibrated(experts, raw, stacks, self.inputs)
         if stacks is not None:
-            return self._check_later(experts, self._quantize_floats(stacks, tiles))
+            return self._check_later(experts, self._quantize_floats(stacks))
         if is_asynchronous(self.device) and not is_careful:
             with deferring_checks() as checks:
                 done: dict[str, QuantizedStack] = {}
@@ -183,16 +177,12 @@ class LayerEncoder:
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
-            quantized = {
-                role: torch_ops.decoded(done[role].tensors, of_gemm.schema) for role in roles
-            }
+            quantized = {role: decoded(done[role].tensors, of_gemm.schema) for role in roles}
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)
 
-    def _quantize_floats(
-        self, stacks: Mapping[str, torch.Tensor], tiles: WeightTiles | None
-    ) -> dict[str, QuantizedStack]:
+    def _quantize_floats(self, stacks: Mapping[str, torch.Tensor]) -> dict[str, QuantizedStack]:
         encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
         for roles in coupled_roles(self.layer):
@@ -202,7 +192,6 @@ class LayerEncoder:
                 of_gemm.schema,
                 of_gemm.param_dtype,
                 quantizer=of_gemm.plain_quantizer,
-                sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
         return done
@@ -234,8 +223,7 @@ class LayerEncoder:
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]
         tensors = {role: stack.tensors for role, stack in done.items()}
-        are_tiles_filled = tensors["w2"]["weight"].is_meta
-        return EncodedBatch(tensors, measured, error_sums, are_tiles_filled)
+        return EncodedBatch(tensors, measured, error_sums)
 
     def _encode_each(self, experts: Sequence[int], raw: RawExperts | None) -> EncodedBatch:
         """Decode and encode expert by expert, with every check at once."""

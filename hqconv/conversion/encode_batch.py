@@ -16,7 +16,6 @@ from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
-from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -192,18 +191,16 @@ def encode_to_runs(
     """
     planned = batch.planned
     inputs = None if inputs_of is None or planned.encoding.is_direct else inputs_of(planned.layer)
-    tiles = _weight_tiles(batch, lane.device)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
-    done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
+    done = encoder.encode(batch.experts, raw, is_careful=is_careful)
     written: dict[
         tuple[int | str, str], torch.Tensor
     ] = {}  # by TP rank and name, or in the checkpoint layout by role
     if planned.forms:
-        weights = tiles.weights if tiles is not None and done.are_tiles_filled else {}
         for part in planned.slices:
             written |= {
                 (part.rank, name): value
-                for name, value in _kernel_tensors(batch, done, part, weights).items()
+                for name, value in _kernel_tensors(batch, done, part).items()
             }
     else:
         written = {
@@ -224,30 +221,14 @@ def encode_to_runs(
     return EncodedRuns(runs, wait, error_sums)
 
 
-def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
-    """Allocate the kernel weights that the CPU's encoder can write at once; None where it gives packed codes."""
-    planned = batch.planned
-    if not planned.forms or device.type != "cpu":
-        return None
-    return weight_tiles(planned.forms, planned.slices, planned.encoding.shapes, len(batch.experts))
-
-
-def _kernel_tensors(
-    batch: Batch, done: EncodedBatch, part: TpSlice, weights: Mapping[tuple[str, int], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the kernel tensors of one TP rank.
-
-    weights: by GEMM and TP rank, the kernel weights that the encoder wrote.
-    """
+def _kernel_tensors(batch: Batch, done: EncodedBatch, part: TpSlice) -> dict[str, torch.Tensor]:
+    """Return the kernel tensors of one TP rank."""
     planned = batch.planned
     packed = gemm_tensors(done.tensors, planned.encoding.schema, part)
-    tensors = {
+    return {
         f"{gemm}_{name}": value
         for gemm, form in planned.forms.items()
         for name, value in to_kernel(form, packed[gemm]).items()
-    }
-    return tensors | {
-        f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank
     }
 
 

@@ -1,4 +1,4 @@
-"""Run a plan's output units through stages: open, read → encode → collect → write → finish → publish.
+"""Run a plan's output units through stages: read → encode → write → finish.
 
 A batch holds its slot from its read until it is written; on a GPU until it is encoded, and then a smaller buffer with
 its results until these are written. That is the only back-pressure, and the bound on memory (see `resources`). No stage
@@ -52,9 +52,9 @@ _LOG = logging.getLogger(__name__)
 # Units whose files are open: those in work, the rest being finished. More than the first number only while their files
 # are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
-# Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
-# fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
-_UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
+# Units in work take turns: Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as
+# long as writing.
+_UNITS_IN_WORK = 3
 _PIECES_IN_FLIGHT = (
     2  # of a copied shard beside a layer: its one file is written by one thread at a time
 )
@@ -74,11 +74,10 @@ class _UnitInWork:
     """An output unit in work. The executor's lock guards `num_left`, `files` and `measured`."""
 
     unit: OutputUnit
-    measured: Measurements
     sources: tuple[str, ...]  # names of the source files
     items: deque[Batch | Piece]  # to feed
     num_left: int  # batches and pieces to write
-    num_bytes_fed: int = 0  # in its turns; of a unit that is new among others as many as theirs
+    measured: Measurements = field(default_factory=Measurements)
     writer: UnitWriter | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     is_done: bool = False
@@ -138,33 +137,29 @@ class Executor:
         num_threads = min(_MAX_THREADS, max(_MIN_THREADS, resources.num_threads))
         self._stages = Stages(
             {
-                Stage.OPEN: _UNITS_IN_WORK,
                 Stage.READ: num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and waits for no other thread's Python.
                 Stage.ENCODE: 1 if resources.is_cuda else staging.num_lanes,
-                Stage.COLLECT: 1,
                 Stage.WRITE: num_threads,
                 Stage.FINISH: min(num_threads, _MAX_FINISH_THREADS),
-                Stage.PUBLISH: 1,
             },
             profile,
         )
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
-        self._slots = HostBuffers(
-            staging.slot_bytes, self._device, staging.num_slots, self._stages.notify
-        )
+        notify = self._stages.notify
+        self._slots = HostBuffers(staging.slot_bytes, self._device, staging.num_slots, notify)
         self._outputs: HostBuffers | None = None
         if staging.out_bytes:
             self._outputs = HostBuffers(
-                staging.out_bytes, self._device, staging.num_outputs, self._stages.notify
+                staging.out_bytes, self._device, staging.num_outputs, notify
             )
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
         self._digest_bytes = _GPU_DIGEST_BYTES if resources.is_cuda else _DIGEST_BYTES
         self._lock = threading.Lock()
+        self._publish_lock = threading.Lock()
         self._own = threading.local()  # the lanes of a thread
         self._units: list[_UnitInWork] = []
-        self._num_bytes_written = 0  # of the source
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
@@ -194,28 +189,27 @@ class Executor:
 
     def _feed(self, units: Iterator[OutputUnit]) -> None:
         """Open the units one after the other, and start to read their batches and pieces in turns."""
-        in_work: list[_UnitInWork] = []
+        in_work: deque[_UnitInWork] = deque()
         coming = next(units, None)
         while coming is not None or in_work:
-            while (
-                coming is not None
-                and len(in_work) < _UNITS_IN_WORK
-                and self._may_open(coming, in_work)
-            ):
+            while coming is not None and len(in_work) < _UNITS_IN_WORK:
+                if not self._may_open(coming, has_other_work=bool(in_work)):
+                    break
                 unit = self._open(coming)
                 if unit.items:
                     in_work.append(unit)
                 coming = next(units, None)
             if in_work:
                 slot = self._take(self._slots, "a free slot")  # meanwhile files are created
-                unit = _next_in_turn(in_work)
+                unit = next((unit for unit in in_work if not unit.is_saturated), in_work[0])
                 self._feed_one(unit, slot)
-                if not unit.items:
-                    in_work.remove(unit)
+                in_work.remove(unit)
+                if unit.items:
+                    in_work.append(unit)
 
-    def _may_open(self, unit: OutputUnit, in_work: Sequence[_UnitInWork]) -> bool:
-        """Return whether a unit may be opened. The first one is waited for; beside others nothing is."""
-        if in_work and not (self._has_room() and self._prefetch.is_ready(unit.name)):
+    def _may_open(self, unit: OutputUnit, *, has_other_work: bool) -> bool:
+        """Return whether a unit may be opened. Without other work it is waited for."""
+        if has_other_work and not (self._has_room() and self._prefetch.is_ready(unit.name)):
             return False
         self._stages.wait(lambda: self._prefetch.is_ready(unit.name))
         self._stages.wait(self._has_room)
@@ -230,24 +224,23 @@ class Executor:
         """Start to create a unit's files, ahead of their first bytes."""
         items = deque(split_unit(planned, self._staging.num_experts, self._staging.slot_bytes))
         sources = shards_of(self._source, planned, whole=True)
-        unit = _UnitInWork(planned, Measurements(), sources, items, len(items))
+        unit = _UnitInWork(planned, sources, items, len(items))
         self._units.append(unit)
-        self._stages.start(Stage.OPEN, 0, self._create, unit)
+        self._stages.start(Stage.READ, 0, self._create, unit)
         if not items:  # a file without tensors
             self._finish(unit)
         return unit
 
-    def _take(self, buffers: HostBuffers, what: str) -> torch.Tensor:
+    def _take(self, buffers: HostBuffers, cause: str) -> torch.Tensor:
         """Wait for a free buffer. Pinning takes longer than encoding a batch: meanwhile another one may come back."""
         while (buffer := buffers.take(waits=False)) is None:
-            with self._profile.waiting(what):
+            with self._profile.waiting(cause):
                 self._stages.wait(lambda: buffers.has_free)
         return buffer
 
     def _feed_one(self, unit: _UnitInWork, slot: torch.Tensor) -> None:
         """Start to read the next batch or piece of a unit into a slot, in several threads."""
         item = unit.items.popleft()
-        unit.num_bytes_fed += item.num_bytes
         in_flight = _InFlight(unit, item, slot)
         if isinstance(item, Piece):
             parts = item.parts(self._chunk_bytes)
@@ -273,11 +266,10 @@ class Executor:
         """Create a unit's files at their full size, and write the layer's activation scales."""
         planned, writer = unit.unit, UnitWriter(self._root, unit.unit.files)
         try:
-            for gemm, ref in (
-                planned.input_scale_places() if isinstance(planned, MoeLayerPlan) else ()
-            ):
-                scale = torch.tensor([self._scales[planned.name][gemm]], dtype=torch.float32)
-                writer.write_at(ref.file, ref.offset_bytes, scale.numpy())
+            if isinstance(planned, MoeLayerPlan):
+                for gemm, ref in planned.input_scale_places():
+                    scale = torch.tensor([self._scales[planned.name][gemm]], dtype=torch.float32)
+                    writer.write_at(ref.file, ref.offset_bytes, scale.numpy())
         except BaseException:
             writer.abandon()
             raise
@@ -289,12 +281,8 @@ class Executor:
         runs, reads, end = list[Run](), [], 0
         for ref, start, size in part.spans:
             place, end = data[end : end + size], end + size
-            reads.append(
-                (
-                    ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size),
-                    place.numpy().data,
-                )
-            )
+            stored = ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size)
+            reads.append((stored, place.numpy().data))
             out = part.planned.files[0].tensors[ref.name]
             runs.append(Run(out.file, out.offset_bytes + start, size, place))
         try:
@@ -326,28 +314,26 @@ class Executor:
             return in_flight.num_reads_left == 0
 
     def _encode(self, in_flight: _InFlight, batch: Batch) -> None:
+        """Encode a batch; on a GPU its results arrive later, and a thread that writes waits for them."""
         if self._outputs is not None:
             in_flight.out = self._take(self._outputs, "a free output buffer")
         lane = self._next_lane()
-        guard = self._source.guard
-        with lane.used(), guard.blame_files_first(in_flight.unit.sources):
+        with lane.used(), self._source.guard.blame_files_first(in_flight.unit.sources):
             encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, in_flight.out)
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
         else:
-            self._stages.start(
-                Stage.COLLECT, batch.num_bytes, self._collect, in_flight, batch, lane, encoded
-            )
+            self._stages.start(Stage.WRITE, 0, self._collect, in_flight, batch, lane, encoded)
 
     def _next_lane(self) -> Lane:
-        """Return the thread's own lane on the CPU, or the next of the lanes of a GPU."""
+        """Return this thread's lanes in turn: one on the CPU, several streams on a GPU."""
         if not hasattr(self._own, "lanes"):
             if self._helpers is not None:
                 self._helpers.use(self._threads_per_lane)
             torch.get_num_threads()  # else the first product takes the number that another thread sets meanwhile
             torch.set_num_threads(1)
-            count = self._staging.num_lanes if self._device.type == "cuda" else 1
-            self._own.lanes = itertools.cycle([Lane(self._device) for _ in range(count)])
+            num_lanes = self._staging.num_lanes if self._device.type == "cuda" else 1
+            self._own.lanes = itertools.cycle([Lane(self._device) for _ in range(num_lanes)])
         lane: Lane = next(self._own.lanes)
         return lane
 
@@ -381,9 +367,8 @@ class Executor:
         chunks = split_runs(runs, self._chunk_bytes)
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
-            self._stages.start(
-                Stage.WRITE, sum(run.num_bytes for run in chunk), self._write, in_flight, chunk
-            )
+            num_bytes = sum(run.num_bytes for run in chunk)
+            self._stages.start(Stage.WRITE, num_bytes, self._write, in_flight, chunk)
         if not chunks:
             self._end(in_flight)
 
@@ -414,12 +399,8 @@ class Executor:
         if in_flight.out is not None and self._outputs is not None:
             self._outputs.give(in_flight.out)
         with self._lock:
-            self._num_bytes_written += item.num_bytes
-            num_bytes = self._num_bytes_written
             unit.num_left -= 1
             is_last = unit.num_left == 0
-        if isinstance(item, Batch):
-            self._profile.end_warm_up(num_bytes)
         self._meter.advance(unit.unit.name, item.num_bytes)
         if is_last:
             self._finish(unit)
@@ -427,30 +408,29 @@ class Executor:
     def _finish(self, unit: _UnitInWork) -> None:
         for file in unit.unit.files:
             self._stages.start(Stage.FINISH, file.size_bytes, self._finish_file, unit, file)
-        if not unit.unit.files:
-            self._stages.start(Stage.PUBLISH, 0, self._publish, unit)
 
     def _finish_file(self, unit: _UnitInWork, file: OutFile) -> None:
-        record = self._writer(unit).finish_file(
-            file, self._stages.check_cancelled, self._digest_bytes
-        )
+        """Flush and hash a file; after the last one, publish the unit, one unit after the other."""
+        writer = self._writer(unit)
+        record = writer.finish_file(file, self._stages.check_cancelled, self._digest_bytes)
         _LOG.debug("Wrote %s: %d bytes.", self._root / file.path, file.size_bytes)
         with self._lock:
             unit.files[file.path] = record
             is_last = len(unit.files) == len(unit.unit.files)
         if is_last:
-            self._stages.start(Stage.PUBLISH, 0, self._publish, unit)
+            with self._publish_lock:
+                self._publish(unit)
 
     def _publish(self, unit: _UnitInWork) -> None:
-        """Give a unit's files their final names and record the unit in the journal, one unit after the other."""
-        planned, measured, guard = unit.unit, unit.measured, self._source.guard
+        """Give a unit's files their final names and record the unit in the journal."""
+        planned, guard = unit.unit, self._source.guard
         guard.check_unchanged(unit.sources)
+        self._stages.check_cancelled()
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
         # A commit of the Hub cannot change.
         states = {} if self._source.revision is not None else guard.states(unit.sources)
-        entry = JournalEntry(planned.name, records, measured.errors(planned), states)
-        self._record(entry)
+        self._record(JournalEntry(planned.name, records, unit.measured.errors(planned), states))
         self._prefetch.release(planned.name)
         unit.is_done = True
         seconds = time.monotonic() - unit.started_s
@@ -459,15 +439,3 @@ class Executor:
         )
         self._meter.finish(planned.name)
         self._stages.notify()
-
-
-def _next_in_turn(in_work: Sequence[_UnitInWork]) -> _UnitInWork:
-    """Return the unit to feed: of those whose files are there, the one that got the fewest bytes."""
-    ready = [unit for unit in in_work if unit.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
-    least = min((unit.num_bytes_fed for unit in ready if unit.num_bytes_fed), default=0)
-    for unit in ready:
-        unit.num_bytes_fed = unit.num_bytes_fed or least
-    return min(
-        [unit for unit in ready if not unit.is_saturated] or ready,
-        key=lambda unit: unit.num_bytes_fed,
-    )

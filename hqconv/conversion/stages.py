@@ -15,13 +15,10 @@ from typing import Any
 class Stage(Enum):
     """Step of the work on an output unit, a batch or a piece; each has threads of its own."""
 
-    OPEN = "open"
     READ = "read"
     ENCODE = "encode"
-    COLLECT = "collect"
     WRITE = "write"
     FINISH = "finish"
-    PUBLISH = "publish"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,6 @@ class _Task:
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     num_bytes: int
-    queued_s: float
 
 
 class CancelledError(Exception):
@@ -53,19 +49,18 @@ class Stages:
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         for stage, count in num_threads.items():
-            profile.threads(stage, count)
+            profile.stages[stage] = StageTime(count)
             for number in range(count):
                 name = f"hqconv-{stage.value}_{number}"
-                self._threads.append(
-                    threading.Thread(target=self._work, args=(stage,), name=name, daemon=True)
-                )
-                self._threads[-1].start()
+                thread = threading.Thread(target=self._work, args=(stage,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def start(
         self, stage: Stage, num_bytes: int, function: Callable[..., None], *arguments: Any
     ) -> None:
         """Queue a task for a stage's threads; a task that is still queued at `stop` never runs."""
-        self._queues[stage].put(_Task(function, arguments, num_bytes, time.monotonic()))
+        self._queues[stage].put(_Task(function, arguments, num_bytes))
 
     def _work(self, stage: Stage) -> None:
         queue = self._queues[stage]
@@ -73,7 +68,7 @@ class Stages:
             if self._is_cancelled:
                 continue
             try:
-                with self._profile.busy(stage, task.num_bytes, time.monotonic() - task.queued_s):
+                with self._profile.busy(stage, task.num_bytes):
                     task.function(*task.arguments)
             except BaseException as error:  # noqa: BLE001 - reported by the owner
                 self.cancel(error)
@@ -120,10 +115,11 @@ class Stages:
 
 
 @dataclass
-class _StageTime:
-    num_threads: int = 0
+class StageTime:
+    """Work of one stage. share: see `StageProfile.to_dict`."""
+
+    num_threads: int
     busy_s: float = 0.0
-    queued_s: float = 0.0
     num_tasks: int = 0
     num_bytes: int = 0
 
@@ -132,24 +128,10 @@ class _StageTime:
 class StageProfile:
     """Time and bytes of each stage, and waits by cause, counted from any thread."""
 
-    _stages: dict[Stage, _StageTime] = field(default_factory=dict)
+    stages: dict[Stage, StageTime] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waits: dict[str, float] = field(default_factory=dict)
     _started_s: float = field(default_factory=time.monotonic)
-    _warm_s: float | None = None
-    _warm_bytes: int = 0
-
-    def threads(self, stage: Stage, num_threads: int) -> None:
-        """Record the number of a stage's threads."""
-        self._stages[stage] = _StageTime(num_threads)
-
-    def end_warm_up(self, num_bytes: int) -> None:
-        """Record the first finished batch: memory is allocated and pinned, kernels are built and loaded.
-
-        num_bytes: of the source that have been written by now, copied tensors included.
-        """
-        if self._warm_s is None:
-            self._warm_s, self._warm_bytes = time.monotonic(), num_bytes
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -162,45 +144,38 @@ class StageProfile:
                 self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - started_s
 
     @contextmanager
-    def busy(self, stage: Stage, num_bytes: int, queued_s: float) -> Iterator[None]:
-        """Count the time inside as a task of a stage, which waited `queued_s` for a thread."""
+    def busy(self, stage: Stage, num_bytes: int) -> Iterator[None]:
+        """Count the time inside as a task of a stage."""
         started_s = time.monotonic()
         try:
             yield
         finally:
             with self._lock:
-                one = self._stages[stage]
-                one.busy_s += time.monotonic() - started_s
-                one.queued_s += queued_s
-                one.num_tasks += 1
-                one.num_bytes += num_bytes
+                total = self.stages[stage]
+                total.busy_s += time.monotonic() - started_s
+                total.num_tasks += 1
+                total.num_bytes += num_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as a JSON document.
 
-        warm_up_seconds, warm_up_gigabytes: until the first batch was written. share: busy part of the stage's threads'
-        time, waits inside a task included; a stage near 1 is the bottleneck. queued_seconds: time that the stage's
-        tasks waited for a thread, summed. waits: seconds by cause.
+        share: busy part of the stage's threads' time, waits inside a task included; a stage near 1 is the bottleneck.
+        waits: seconds by cause.
         """
         with self._lock:
             seconds = time.monotonic() - self._started_s
-            return {
-                "seconds": round(seconds, 3),
-                "warm_up_seconds": round((self._warm_s or self._started_s) - self._started_s, 3),
-                "warm_up_gigabytes": round(self._warm_bytes / 1e9, 3),
-                "waits": {cause: round(waited, 3) for cause, waited in self._waits.items()},
-                "stages": {
-                    stage.value: {
-                        "threads": one.num_threads,
-                        "tasks": one.num_tasks,
-                        "busy_seconds": round(one.busy_s, 3),
-                        "queued_seconds": round(one.queued_s, 3),
-                        "share": round(one.busy_s / (seconds * max(1, one.num_threads)), 3),
-                        "gigabytes": round(one.num_bytes / 1e9, 3),
-                    }
-                    for stage, one in self._stages.items()
-                },
-            }
+            stages = {}
+            for stage, total in self.stages.items():
+                share = total.busy_s / (seconds * max(1, total.num_threads))
+                stages[stage.value] = {
+                    "threads": total.num_threads,
+                    "tasks": total.num_tasks,
+                    "busy_seconds": round(total.busy_s, 3),
+                    "share": round(share, 3),
+                    "gigabytes": round(total.num_bytes / 1e9, 3),
+                }
+            waits = {cause: round(waited_s, 3) for cause, waited_s in self._waits.items()}
+            return {"seconds": round(seconds, 3), "waits": waits, "stages": stages}
 
 
 @dataclass(frozen=True)

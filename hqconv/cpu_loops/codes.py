@@ -1,4 +1,4 @@
-"""Compiled CPU loops over packed codes: packing, decoding to float32, transposition, and scans.
+"""Compiled CPU loops over packed codes: packing, decoding to float32, and transposition.
 
 Codes have 1 to 8 bits and are packed little-endian along a row.
 Shape legend: R or N rows, K codes of a row (a multiple of 8), B bytes of packed codes along K (K * bits / 8), W int32
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import fold_squares
 from hqconv.jit import compiled, inlined
 
 # Rows of the source that one pass of a transposition reads: the 16 words it writes per row are a cache line.
@@ -71,28 +70,6 @@ def unpack_rows(packed_RB, num_bits, codes_RK):
 
 
 @compiled
-def has_code(words, mask):
-    """Return True if `byte & mask == mask` for any byte of uint32 words; the mask's highest bit is 0x40.
-
-    Adding 0x80 - mask carries into the top bit of just those bytes, and never out of one.
-    """
-    every = np.uint32(0x01010101)
-    masks, bump = np.uint32(mask) * every, np.uint32(0x80 - mask) * every
-    found = np.uint32(0)
-    for i in range(words.size):
-        found |= (words[i] & masks) + bump
-    return (found & np.uint32(0x80808080)) != 0
-
-
-@compiled
-def _look_up_4bit(packed_B, table, values):
-    """Set values[2i], values[2i + 1] to the table's entries for the low and high nibble of byte i."""
-    for i in range(packed_B.size):
-        values[2 * i] = table[packed_B[i] & 15]
-        values[2 * i + 1] = table[packed_B[i] >> 4]
-
-
-@compiled
 def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_size, out_NK):
     """Compute out = ((table[code] - zero) * scale) * scale_2 in float32, each product rounded once.
 
@@ -104,12 +81,9 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
     codes = np.empty(num_columns, np.uint8)
     for n in range(num_rows):
         out = out_NK[n]
-        if num_bits == 4:
-            _look_up_4bit(packed_NB[n], table, out)
-        else:
-            unpack_row(packed_NB[n], num_bits, codes)
-            for k in range(num_columns):
-                out[k] = table[codes[k]]
+        unpack_row(packed_NB[n], num_bits, codes)
+        for k in range(num_columns):
+            out[k] = table[codes[k]]
         scale_2 = scale_2_N[min(n, scale_2_N.size - 1)]
         scales = scale_NG[min(n, scale_NG.shape[0] - 1)]
         zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
@@ -119,65 +93,23 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
                 out[k] = (out[k] - zero) * scale * scale_2
 
 
-@compiled
-def dequantize_columns(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, group_K, out_NK):
-    """Decode as `dequantize_groups`, with column k in group `group_K[k]`."""
-    num_rows, num_columns = out_NK.shape
-    codes = np.empty(num_columns, np.uint8)
-    for n in range(num_rows):
-        out = out_NK[n]
-        unpack_row(packed_NB[n], num_bits, codes)
-        scale_2 = scale_2_N[min(n, scale_2_N.size - 1)]
-        scales = scale_NG[min(n, scale_NG.shape[0] - 1)]
-        zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
-        for k in range(num_columns):
-            g = group_K[k]
-            out[k] = (table[codes[k]] - zeros[min(g, zeros.size - 1)]) * scales[g] * scale_2
-
-
-@compiled
-def rounding_sums(packed_NB, num_bits, table, zero_NG, scale_NG, kept_NG, group_size, sums_2N):
-    """Sum each row's (w - d)**2 and w**2, as `fold_squares`: w is decoded with `scale_NG`, d with `kept_NG`.
-
-    The rows of `zero_NG`, `scale_NG` and `kept_NG` may be fewer than N where they are all the same (one row).
-    """
-    num_rows, num_columns = packed_NB.shape[0], packed_NB.shape[1] * 8 // num_bits
-    codes = np.empty(num_columns, np.uint8)
-    weights, decoded = np.empty((2, num_columns), np.float32)
-    scratch = np.empty((2, num_columns // 8))
-    for n in range(num_rows):
-        unpack_row(packed_NB[n], num_bits, codes)
-        scales, kept = (
-            scale_NG[min(n, scale_NG.shape[0] - 1)],
-            kept_NG[min(n, kept_NG.shape[0] - 1)],
-        )
-        zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
-        for g in range(scales.size):
-            scale, rounded, zero = scales[g], kept[g], zeros[min(g, zeros.size - 1)]
-            for k in range(g * group_size, min((g + 1) * group_size, num_columns)):
-                value = table[codes[k]] - zero
-                weights[k] = value * scale
-                decoded[k] = value * rounded
-        sums_2N[0, n], sums_2N[1, n] = fold_squares(weights, decoded, scratch[0], scratch[1])
-
-
 @inlined
-def _swap(words, low, high, shift, mask):
-    """Exchange the high half-fields of words[low] with the low ones of words[high]."""
-    change = ((words[low] >> shift) ^ words[high]) & mask
-    words[low] ^= change << shift
-    words[high] ^= change
+def _swap(lines, low, high, shift, mask):
+    """Exchange the high half-fields of lines[low] with the low ones of lines[high]."""
+    change = ((lines[low] >> shift) ^ lines[high]) & mask
+    lines[low] ^= change << shift
+    lines[high] ^= change
 
 
 @compiled
-def _transpose_nibbles(words):
-    """Transpose the 8 x 8 matrix of nibbles in 8 uint32 words in place: nibble j of word i goes to nibble i of j."""
+def _transpose_nibbles(lines):
+    """Transpose the 8 x 8 matrix of nibbles in 8 uint32 lines in place: nibble j of word i goes to nibble i of j."""
     for i in range(4):
-        _swap(words, i, i + 4, np.uint32(16), np.uint32(0x0000FFFF))
+        _swap(lines, i, i + 4, np.uint32(16), np.uint32(0x0000FFFF))
     for i in (0, 1, 4, 5):
-        _swap(words, i, i + 2, np.uint32(8), np.uint32(0x00FF00FF))
+        _swap(lines, i, i + 2, np.uint32(8), np.uint32(0x00FF00FF))
     for i in (0, 2, 4, 6):
-        _swap(words, i, i + 1, np.uint32(4), np.uint32(0x0F0F0F0F))
+        _swap(lines, i, i + 1, np.uint32(4), np.uint32(0x0F0F0F0F))
 
 
 @compiled
@@ -197,31 +129,3 @@ def transpose_4bit(words_KW, order, flip, out_NW):
                 _transpose_nibbles(block)
                 for j in range(8):
                     out_NW[8 * w + order[j], k // 8] = block[j] ^ flip
-
-
-@compiled
-def ternary_rows(packed_RK, out_NB):
-    """Unpack BitNet's bytes [N / 4, K] into sign-magnitude codes packed along K; False if a code is 3.
-
-    Bits 2i and 2i + 1 of row r hold row r + i * N / 4, as 0, 1, 2 for -1, 0, 1.
-    """
-    num_rows, num_columns = packed_RK.shape
-    codes = np.empty(num_columns, np.uint8)
-    highest = np.uint8(0)
-    for r in range(num_rows):
-        for i in range(4):
-            for k in range(num_columns):
-                code = (packed_RK[r, k] >> np.uint8(2 * i)) & np.uint8(3)
-                highest = max(highest, code)
-                # 0, 1, 2 become 3 (minus one), 0, 1
-                codes[k] = (code >> np.uint8(1)) | (np.uint8(3) if code == 0 else np.uint8(0))
-            out = out_NB[r + i * num_rows]
-            for b in range(out.size):
-                first = 4 * b
-                out[b] = (
-                    codes[first]
-                    | (codes[first + 1] << np.uint8(2))
-                    | (codes[first + 2] << np.uint8(4))
-                    | (codes[first + 3] << np.uint8(6))
-                )
-    return highest < 3

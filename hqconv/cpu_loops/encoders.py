@@ -1,4 +1,4 @@
-"""Compiled CPU loops that round weights to codes, encode a matrix, and measure its error.
+"""Compiled CPU loops that round weights to codes, encode a matrix and measure its error, and search for scales.
 
 One is compiled for each code type, so that shifts and masks are constants: half the time of one loop for all.
 Shape legend: N rows, K columns, G groups along K, B bytes of packed codes along K (K * bits / 8).
@@ -7,6 +7,7 @@ Shape legend: N rows, K columns, G groups along K, B bytes of packed codes along
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,18 +18,16 @@ from hqconv.cpu_loops.arithmetic import (
     count_exact,
     float_of,
     fold_squares,
-    prefetch,
+    fold_sum,
+    group_range,
     source_bits,
     u32,
     u64,
 )
 from hqconv.cpu_loops.codes import pack_row
-from hqconv.jit import compiled, inlined
+from hqconv.jit import Function, compiled, inlined
 from hqconv.schemas.dtypes import CodeKind
 
-_LONG_GROUP = np.uint64(
-    64
-)  # the next row is prefetched group by group; of shorter groups at once, which takes less
 _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers
 
 
@@ -90,10 +89,10 @@ def _float_rounder(code):
         subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
         scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
         rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
-        kept = u32(rounded << drop)
-        value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
+        shifted = u32(rounded << drop)
+        value = np.float32(float_of(u32(shifted + threshold_bits)) - threshold)
         if rounded >= first_normal:
-            value = float_of(u32(kept + bias))
+            value = float_of(u32(shifted + bias))
         return np.uint8(u32(rounded | u32(sign >> sign_shift))), float_of(
             u32(bits_of(value) | sign)
         )
@@ -107,44 +106,42 @@ def limit_bits_of(limit):
     return bits_of(limit) if limit > 0 else MAGNITUDE
 
 
+class GroupArrays(NamedTuple):
+    """Scales and zero points of every group of N rows.
+
+    A code is round((w - lowest) * inverse); it decodes to (code - zero) * scale * scale_2 in float32. inverse, scale,
+    zero: float32 [N, G]; lowest: float64 [N, G]; scale_2: float32 [N]. lowest and zero are only read for codes with a
+    zero point.
+    """
+
+    inverse: np.ndarray
+    lowest: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray
+    scale_2: np.ndarray
+
+
 @functools.cache
 def encoder(code):
     """Return the compiled loop that encodes a matrix in a `CodeType`.
 
-    encode(source_NK, limit, groups, out), with groups (inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N) and out
-    (packed_NB, error_N, power_N, exact_N):
-    a code is round((w - lowest) * inverse), of small floats clamped to ±`limit` where `limit` > 0; `lowest` is float64,
-    and like `zero` only read for codes with a zero point. The decoded value is (code - zero) * scale * scale_2 in
-    float32. `error_N` and `power_N` get each row's float64 sums of (w - decoded)**2 and w**2, and `exact_N`, unless it
-    is empty, the number of groups without any error.
+    encode(source_NK, limit, groups, packed_NB, error_N, power_N, exact_N): small floats are clamped to ±`limit` where
+    `limit` > 0. `error_N` and `power_N` get each row's float64 sums of (w - decoded)**2 and w**2, and `exact_N`, unless
+    it is empty, the number of groups without any error.
     """
-    encode_group, group_at, num_bits = _group_encoder(code), group_reader(code), code.num_bits
+    encode_group, group_at, num_bits = _group_encoder(code), _group_reader(code), code.num_bits
 
     @compiled
-    def encode(source_NK, limit, groups, out):
-        packed_NB, error_N, power_N, exact_N = out
-        num_columns, num_groups = source_NK.shape[1], groups[0].shape[1]
+    def encode(source_NK, limit, groups, packed_NB, error_N, power_N, exact_N):
+        num_columns, num_groups = source_NK.shape[1], groups.scale.shape[1]
+        # Two arrays, which LLVM knows not to overlap: parts of one are half as fast.
         weights, decoded = np.empty(num_columns, np.float32), np.empty(num_columns, np.float32)
-        codes, sums = np.empty(num_columns, np.uint8), np.empty((2, num_columns // 8), np.float64)
-        group_size, limit_bits = u64(num_columns // num_groups), limit_bits_of(limit)
+        codes, sums = np.empty(num_columns, np.uint8), np.empty((2, num_columns // 4), np.float64)
+        size, limit_bits = u64(num_columns // num_groups), limit_bits_of(limit)
         for n in range(source_NK.shape[0]):
-            row = source_NK[n]
-            if group_size < _LONG_GROUP:
-                prefetch(source_NK, n + 1, 0, num_columns)
             for g in range(num_groups):
-                start = u64(g) * group_size
-                if group_size >= _LONG_GROUP:
-                    prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
-                encode_group(
-                    row,
-                    start,
-                    group_size,
-                    limit_bits,
-                    group_at(groups, n, g),
-                    weights,
-                    codes,
-                    decoded,
-                )
+                start, group = u64(g) * size, group_at(groups, n, g)
+                encode_group(source_NK[n], start, size, limit_bits, group, weights, codes, decoded)
             pack_row(codes, num_bits, packed_NB[n])
             error_N[n], power_N[n] = fold_squares(weights, decoded, sums[0], sums[1])
             if exact_N.size > 0:
@@ -153,73 +150,296 @@ def encoder(code):
     return encode
 
 
-def group_reader(code):
+def _group_reader(code):
     """Build the function (groups, n, g) → (inverse, lowest, scale, zero, scale_2) of group g in row n."""
     has_zero = code.kind == CodeKind.ASYM_INT
 
     @compiled
     def group_at(groups, n, g):
-        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
+        inverse, scale, scale_2 = groups.inverse[n, g], groups.scale[n, g], groups.scale_2[n]
         if has_zero:
-            return inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n]
-        return inverse_NG[n, g], 0.0, scale_NG[n, g], np.float32(0), scale_2_N[n]
+            return inverse, groups.lowest[n, g], scale, groups.zero[n, g], scale_2
+        return inverse, 0.0, scale, np.float32(0), scale_2
 
     return group_at
 
 
+def _group_rounder(code, wraps=False):
+    """Build the function (weight, limit_bits, group) → (code, its number less the zero point)."""
+    nearest, has_zero = rounder(code, wraps), code.kind == CodeKind.ASYM_INT
+
+    @inlined
+    def round_weight(weight, limit_bits, group):
+        inverse, lowest, _scale, zero, _scale_2 = group
+        if has_zero:  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
+            above = np.float32(np.float64(weight) - lowest)
+            code, number = nearest(above * inverse, limit_bits)
+            return code, np.float32(number - zero)
+        return nearest(weight * inverse, limit_bits)
+
+    return round_weight
+
+
 def _group_encoder(code):
     """Build the loop over one group: its weights, codes and decoded weights."""
-    nearest, has_zero = rounder(code, wraps=True), code.kind == CodeKind.ASYM_INT
+    round_weight = _group_rounder(code, wraps=True)
 
     @inlined
     def encode_group(row, start, group_size, limit_bits, group, weights, codes, decoded):
-        inverse, lowest, scale, zero, scale_2 = group
+        _inverse, _lowest, scale, _zero, scale_2 = group
         for k in range(start, start + group_size):
             weight = float_of(source_bits(row[k]))
             weights[k] = weight
-            if (
-                has_zero
-            ):  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
-                code, number = nearest(
-                    np.float32(np.float64(weight) - lowest) * inverse, limit_bits
-                )
-                number = np.float32(number - zero)
-            else:
-                code, number = nearest(weight * inverse, limit_bits)
-            codes[k] = code
+            codes[k], number = round_weight(weight, limit_bits, group)
             decoded[k] = number * scale * scale_2
 
     return encode_group
 
 
-@functools.cache
-def panel_encoder(code, store, panel_rows):
-    """Return the compiled loop that encodes a stack of matrices as `encoder`, and gives the codes to a sink.
+# --- search for scales
 
-    encode(source_NK, limit, groups, out, first_row, num_rows, arrays): `source_NK` are rows of the stack from
-    row `first_row`, a multiple of `panel_rows`; `num_rows` of them are an expert's. out: (error_N, power_N,
-    exact_N). store, panel_rows, arrays: of `quantization.quantized.CodeSink`.
+TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
+
+
+class Searcher(NamedTuple):
+    """Compiled loops that measure the scales of a matrix in one code type, with the arithmetic of `encoder`.
+
+    groups: `GroupArrays`. Sums are float64 in the order of `fold_sum` over each group's columns.
+
+    score(source_NK, limit, groups, error_NG): sums of (w - decoded)**2.
+    fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG): sums of w * v, of v * v and of w * w, where v is
+    the number of a code less the zero point.
+    sweep(source_NK, limit, steps, ladder, error_NG, step_NG): tries other scales of symmetric codes, as
+    `quantization.scale_search.Ladder` describes. `error_NG` holds the errors to be beaten, and gets the least ones;
+    `step_NG` gets their steps.
     """
-    encode, num_bits = encoder(code), code.num_bits
+
+    score: Function
+    fit: Function
+    sweep: Function
+
+
+class StepStart(NamedTuple):
+    """Scales from which steps are taken: float32 [N, G], 8-bit ones as bytes [N, G] without their sign too.
+
+    scale_2, floor: of each row, float32 [N] and int64 [N]; a scale's byte is not below the floor.
+    """
+
+    scale: np.ndarray
+    byte: np.ndarray
+    scale_2: np.ndarray
+    floor: np.ndarray
+
+
+class StepTable(NamedTuple):
+    """A `quantization.scale_search.Ladder` for loops.
+
+    values: value of each byte of an 8-bit scale, float32 [256]; empty for wider scales, whose multiples are `up` and
+    `down`, rounded as `rounding` says.
+    """
+
+    first: int
+    limit: np.float32
+    up: np.ndarray
+    down: np.ndarray
+    values: np.ndarray
+    top: int
+    no_half: int
+    rounding: int
+
+
+@functools.cache
+def searcher(code):
+    """Return the compiled loops that search for scales in a `CodeType`."""
+    error_of = _group_error(code)
+    return Searcher(_score(code, error_of), _fit(code), _sweep(code, error_of))
+
+
+def _number_writer(code):
+    round_weight = _group_rounder(code)
+
+    @inlined
+    def write_numbers(row, start, limit_bits, group, numbers):
+        """Write the numbers of a group's codes, less the zero point."""
+        for k in range(u64(numbers.size)):
+            weight = float_of(source_bits(row[start + k]))
+            _code, numbers[k] = round_weight(weight, limit_bits, group)
+
+    return write_numbers
+
+
+def _group_error(code):
+    write_numbers = _number_writer(code)
 
     @compiled
-    def encode_panels(source_NK, limit, groups, out, first_row, num_rows, arrays):
-        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
-        error_N, power_N, exact_N = out
-        total = source_NK.shape[0]
-        panel = np.empty((panel_rows, source_NK.shape[1] * num_bits // 8), np.uint8)
-        for begin in range(0, total, panel_rows):
-            end = begin + panel_rows
-            of_rows = (
-                inverse_NG[begin:end],
-                lowest_NG[begin:end] if lowest_NG.shape[0] == total else lowest_NG,
-                scale_NG[begin:end],
-                zero_NG[begin:end] if zero_NG.shape[0] == total else zero_NG,
-                scale_2_N[begin:end],
-            )
-            out_of_rows = (panel, error_N[begin:end], power_N[begin:end], exact_N[begin:end])
-            encode(source_NK[begin:end], limit, of_rows, out_of_rows)
-            expert, row = divmod(first_row + begin, num_rows)
-            store(panel, expert, row, arrays)
+    def error_of(row, start, limit_bits, group, scratch):
+        """Return the error of a group under its scale."""
+        _inverse, _lowest, scale, _zero, scale_2 = group
+        numbers, terms = scratch
+        write_numbers(row, start, limit_bits, group, numbers)
+        for k in range(u64(terms.size)):
+            decoded = np.float32(np.float32(numbers[k] * scale) * scale_2)
+            difference = np.float64(float_of(source_bits(row[start + k]))) - np.float64(decoded)
+            terms[k] = difference * difference
+        return fold_sum(terms)
 
-    return encode_panels
+    return error_of
+
+
+def _score(code, error_of):
+    group_at = _group_reader(code)
+
+    @compiled
+    def score(source_NK, limit, groups, error_NG):
+        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
+        scratch = np.empty(size, np.float32), np.empty(size, np.float64)
+        for n in range(error_NG.shape[0]):
+            for g in range(error_NG.shape[1]):
+                group = group_at(groups, n, g)
+                error_NG[n, g] = error_of(source_NK[n], u64(g) * size, limit_bits, group, scratch)
+
+    return score
+
+
+def _fit(code):
+    write_numbers, group_at = _number_writer(code), _group_reader(code)
+
+    @compiled
+    def fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG):
+        size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
+        numbers = np.empty(size, np.float32)
+        products, squares, powers = np.empty((3, size))
+        for n in range(products_NG.shape[0]):
+            row = source_NK[n]
+            for g in range(products_NG.shape[1]):
+                start = u64(g) * size
+                write_numbers(row, start, limit_bits, group_at(groups, n, g), numbers)
+                for k in range(size):
+                    value = np.float64(numbers[k])
+                    weight = np.float64(float_of(source_bits(row[start + k])))
+                    products[k] = weight * value
+                    squares[k] = value * value
+                    powers[k] = weight * weight
+                products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
+                powers_NG[n, g] = fold_sum(powers)
+
+    return fit
+
+
+def _sweep(code, error_of):
+    upwards, downwards = _upwards(error_of), _downwards(code, error_of)
+
+    @compiled
+    def sweep(source_NK, limit, steps, ladder, error_NG, step_NG):
+        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
+        scratch = np.empty(size, np.float32), np.empty(size, np.float64)
+        for n in range(error_NG.shape[0]):
+            row = source_NK[n]
+            for g in range(error_NG.shape[1]):
+                start, least, best = u64(g) * size, error_NG[n, g], 0
+                scale, byte = steps.scale[n, g], np.int64(steps.byte[n, g])
+                given = (scale, byte, steps.scale_2[n], steps.floor[n])
+                if np.isfinite(scale):
+                    best, least = upwards(row, start, limit_bits, scratch, ladder, given, least)
+                    below, least = downwards(row, start, limit_bits, scratch, ladder, given, least)
+                    best = below if below != 0 else best
+                error_NG[n, g], step_NG[n, g] = least, best
+
+    return sweep
+
+
+def _upwards(error_of):
+    @compiled
+    def upwards(row, start, limit_bits, scratch, ladder, given, least):
+        """Return the step of the least error among larger scales, 0 for none, and that error."""
+        _stored, byte, scale_2, _floor = given
+        highest, lowest = group_range(row, start, u64(scratch[1].size))
+        end, best = np.float32(max(highest, np.float32(-lowest)) * ladder.limit), 0
+        has_bytes = ladder.values.size > 0
+        for step in range(ladder.first, (ladder.top if has_bytes else ladder.up.size + 1) + 1):
+            scale = _scale_at(step, ladder, given)
+            is_small = np.float32(abs(scale) * scale_2) < end
+            if step > 1 and not (is_small or (has_bytes and byte + step - 1 < ladder.no_half)):
+                break
+            if scale != 0:
+                error = error_of(row, start, limit_bits, _symmetric(scale, scale_2), scratch)
+                if error < least:
+                    least, best = error, step
+        return best, least
+
+    return upwards
+
+
+def _downwards(code, error_of):
+    lowest_code, highest_code = (np.float32(end) for end in code.bounds)
+
+    @compiled
+    def clipped_error_of(row, start, group, terms):
+        """Return the error of the weights beyond the largest and the smallest code alone."""
+        inverse, _lowest, scale, _zero, scale_2 = group
+        most = np.float32(np.float32(highest_code * scale) * scale_2)
+        least = np.float32(np.float32(lowest_code * scale) * scale_2)
+        for k in range(u64(terms.size)):
+            weight = float_of(source_bits(row[start + k]))
+            x = np.float32(weight * inverse)
+            end = most if x > highest_code else least
+            difference = np.float64(weight) - np.float64(end)
+            is_beyond = x > highest_code or x < lowest_code
+            terms[k] = difference * difference if is_beyond else 0.0
+        return fold_sum(terms)
+
+    @compiled
+    def downwards(row, start, limit_bits, scratch, ladder, given, least):
+        """Return the step of the least error among smaller scales, 0 for none, and that error."""
+        scale_2, best = given[2], 0
+        for step in range(1, (ladder.top if ladder.values.size > 0 else ladder.down.size) + 1):
+            scale = _scale_at(-step, ladder, given)
+            if scale == 0:
+                break
+            group = _symmetric(scale, scale_2)
+            if clipped_error_of(row, start, group, scratch[1]) >= least:
+                break
+            error = error_of(row, start, limit_bits, group, scratch)
+            if error < least:
+                least, best = error, -step
+        return best, least
+
+    return downwards
+
+
+@compiled
+def _symmetric(scale, scale_2):
+    """Return a group, as of `_group_reader`, without a zero point and with the inverse of its stored scale."""
+    inverse = np.float32(1) / np.float32(scale * scale_2)
+    return inverse, 0.0, scale, np.float32(0), scale_2
+
+
+@compiled
+def _scale_at(step, ladder, given):
+    """Return the scale of a step, with the sign of the stored one; 0 where there is none."""
+    stored, byte, _scale_2, floor = given
+    if ladder.values.size > 0:
+        moved = byte + (step - 1 if step > 0 else step)
+        if byte > ladder.top or moved < max(floor, 1) or moved > ladder.top:
+            return np.float32(0)
+        scale = np.float32(ladder.values[moved])
+        return np.float32(-scale) if stored < 0 else scale
+    factor = np.float32(1)
+    if step != 1:
+        factor = ladder.up[step - 2] if step > 1 else ladder.down[-step - 1]
+    return _stored_float(np.float32(stored * factor), ladder.rounding)
+
+
+@compiled
+def _stored_float(scale, rounding):
+    """Round to the dtype of stored scales, ties to even; 0 where the result is subnormal or infinite there."""
+    stored, least, most = scale, np.float32(2.0**-126), np.float32(3.4e38)
+    if rounding != TO_FLOAT32:
+        drop = u32(16) if rounding == TO_BFLOAT16 else u32(13)
+        bits = bits_of(scale)
+        odd = u32(u32(bits >> drop) & u32(1))
+        rounded = u32(u32(bits + u32(u32(u32(1) << u32(drop - u32(1))) - u32(1))) + odd)
+        stored = float_of(u32(u32(rounded >> drop) << drop))
+    if rounding == TO_FLOAT16:
+        least, most = np.float32(2.0**-14), np.float32(65504)
+    return stored if abs(stored) >= least and abs(stored) <= most else np.float32(0)

@@ -6,6 +6,7 @@ mostly wait for it. So few threads encode batches, and helper threads run parts 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -36,23 +37,22 @@ class Helpers:
         """Run the calling thread's loops in these helpers from now on, in parts for `share` of them."""
         _own.helpers, _own.num_parts = self, share * _PARTS
 
-    def run(self, task: Callable[[slice], None], parts: list[slice]) -> None:
-        """Run a task for each part, and wait for all. Raises the first error."""
-        lock, done, errors = threading.Lock(), threading.Semaphore(0), list[BaseException]()
+    def run(self, task: Callable[[slice], None], slices: list[slice]) -> None:
+        """Run a task for each slice, and wait for all. Raises the first error."""
+        done, errors = threading.Semaphore(0), list[BaseException]()
 
-        def one(part: slice) -> None:
+        def run_slice(part: slice) -> None:
             try:
                 task(part)
             except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-                with lock:
-                    errors.append(error)
+                errors.append(error)
             finally:
                 done.release()
 
-        for part in parts[1:]:
-            self._queue.put(lambda part=part: one(part))  # type: ignore[misc]
-        one(parts[0])
-        for _ in parts:
+        for part in slices[1:]:
+            self._queue.put(functools.partial(run_slice, part))
+        run_slice(slices[0])
+        for _ in slices:
             done.acquire()
         if errors:
             raise errors[0]

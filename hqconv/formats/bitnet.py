@@ -67,23 +67,15 @@ class BitNet(Encoding):
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Unpack the rows into signs and magnitudes; invert a scale that divides."""
-        import numpy as np
         import torch
 
-        from hqconv.cpu_loops import codes as code_loops
         from hqconv.quantization import bit_codec
         from hqconv.quantization.value_checks import is_any
 
         stored = matrix["weight"].contiguous()
         scale = matrix.multiplier("scale").reshape(1, 1)
-        if stored.is_cuda:
-            codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
-            is_ternary = not is_any(codes == 3)
-            packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
-        else:
-            out = np.empty((matrix.shape[0], matrix.shape[1] // 4), np.uint8)
-            is_ternary = code_loops.ternary_rows(stored.numpy(), out)
-            packed = torch.from_numpy(out.view(np.int32))
-        if not is_ternary:
+        codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
+        packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
+        if is_any(codes == 3):
             matrix.refuse("weight", "A weight is not ternary.", "2-bit codes 0, 1 and 2", "3")
         return matrix.coded(packed, scale)

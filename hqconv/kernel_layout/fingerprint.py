@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import has_twins
-from hqconv.kernel_layout.compatibility import PAD_K, PAD_N
-from hqconv.kernel_layout.transform import kernel_form, packed_attributes, to_kernel
+from hqconv.kernel_layout.transform import PAD_K, PAD_N, kernel_form, packed_attributes, to_kernel
 from hqconv.schemas.input_schema import KernelSpec
 
 _SHAPE = (PAD_N, 4 * PAD_K)  # of the matrix: whole tiles of every kernel and groups of every schema
@@ -46,7 +45,8 @@ def layout_fingerprint(spec: KernelSpec, device: str | None = None) -> str:
         *_SHAPE, spec.schema, spec.param_dtype, has_bias=False, num_experts=1
     )
     packed = {
-        name: values(one["shape"], one["dtype"]).to(device) for name, one in attributes.items()
+        name: values(attribute["shape"], attribute["dtype"]).to(device)
+        for name, attribute in attributes.items()
     }
     return digest(to_kernel(kernel_form(*_SHAPE, spec), packed))
 
@@ -64,7 +64,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the matrix: words that differ, or the patterns of a float's type in turn."""
     numbers = torch.arange(math.prod(shape), dtype=torch.int64)
     if dtype == torch.int32:
-        words: Any = (numbers * _ODD) % _WORD
-        return torch.where(words >= _WORD // 2, words - _WORD, words).to(torch.int32).reshape(shape)
+        bits: Any = (numbers * _ODD) % _WORD
+        return torch.where(bits >= _WORD // 2, bits - _WORD, bits).to(torch.int32).reshape(shape)
     first, count = _PATTERNS[dtype]
     return (first + numbers % count).to(_INTEGERS[dtype.itemsize]).view(dtype).reshape(shape)

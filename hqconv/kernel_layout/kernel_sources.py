@@ -1,7 +1,7 @@
-"""CUDA sources of the kernels that Humming compiles for a GEMM and for its inputs, and their compilation. Needs no GPU.
+"""CUDA sources of the kernels that Humming compiles for a GEMM, its inputs and its weights, and their compilation.
 
-Humming's own code writes the sources, with its questions about the device answered for another one: nothing here
-knows how a kernel is tuned. An engine says which GEMM type and options it serves with (`ComputeSettings`).
+Needs no GPU. Humming's own code writes the sources, with its questions about the device answered for another one:
+nothing here knows how a kernel is tuned. An engine says which GEMM type and options it serves with (`ComputeSettings`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import load_layer_config
@@ -65,11 +66,9 @@ class ComputeSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """Humming's compute config, with the keys that kernels depend on."""
-        return {
-            "use_batch_invariant": self.use_batch_invariant,
-            "use_f16_accum": self.use_f16_accum,
-            "gemm_type": self.gemm_type,
-        }
+        document = asdict(self)
+        del document["prequantized"]
+        return document
 
 
 def current_device() -> Any:
@@ -85,7 +84,8 @@ def standing_in(facts: SimpleNamespace) -> Iterator[None]:
     """
     device: Any = importlib.import_module("humming.device")
     current = device.current_device
-    saved = device._get_device_info_extension, current._value, dict(device.DeviceInfo._instances)
+    extension, value = device._get_device_info_extension, current._value
+    instances = dict(device.DeviceInfo._instances)
     device._get_device_info_extension = lambda: SimpleNamespace(_DeviceInfo=lambda index: facts)
     current._value = facts
     device.DeviceInfo._instances.clear()
@@ -93,9 +93,9 @@ def standing_in(facts: SimpleNamespace) -> Iterator[None]:
     try:
         yield
     finally:
-        device._get_device_info_extension, current._value, _ = saved
+        device._get_device_info_extension, current._value = extension, value
         device.DeviceInfo._instances.clear()
-        device.DeviceInfo._instances.update(saved[2])
+        device.DeviceInfo._instances.update(instances)
         _forget_tuning()
 
 
@@ -115,8 +115,14 @@ def recorder(kernel: Any, found: list[KernelSource]) -> Any:
         _str2kernel_cache: ClassVar[dict[Any, Any]] = {}
 
         def prepare(self) -> None:
-            words = self.sm_version_str, self.disable_fast_math, self.postprocess_cubin
-            found.append(KernelSource(self.code, self.kernel_expr, *words))
+            source = KernelSource(
+                self.code,
+                self.kernel_expr,
+                self.sm_version_str,
+                self.disable_fast_math,
+                self.postprocess_cubin,
+            )
+            found.append(source)
 
         def register_kernel(self) -> None:
             self.kernel_id = 0
@@ -124,8 +130,8 @@ def recorder(kernel: Any, found: list[KernelSource]) -> Any:
         @staticmethod
         def compile_many(specs: Iterable[Any], device: Any = None) -> list[Any]:
             return [
-                (Noted if kind is Noted else recorder(kind, found))(**words)
-                for kind, words in specs
+                (Noted if kind is Noted else recorder(kind, found))(**arguments)
+                for kind, arguments in specs
             ]
 
     return Noted
@@ -208,6 +214,48 @@ def input_kernels(
         intervals = tuning._tuning_intervals_for_device(problem, NO_DEVICE, use_pdl)
         noted.prepare_kernels(problem, intervals, NO_DEVICE)
     return found
+
+
+# --- Humming's weight ops, which convert a checkpoint's weights when an engine loads them
+
+# Ops whose results Humming's schemas look at.
+_WITH_VALUES = ("pack_weight", "unpack_weight", "dequant_weight")
+
+
+@contextmanager
+def weight_kernels() -> Iterator[list[KernelSource]]:
+    """Note the kernels of Humming's weight ops, which its schemas call on CPU tensors. Inside `standing_in` only.
+
+    Results have the right shapes, and of the ops in `_WITH_VALUES` the right values.
+    """
+    import torch
+
+    from hqconv.humming_ops.runtime import humming
+
+    class OnGpu(torch.Tensor):
+        """A CPU tensor that Humming's weight ops take for one of a GPU."""
+
+        is_cuda = property(lambda self: True)
+
+    def noted(name: str) -> Callable[..., Any]:
+        cuda_op, cpu_op = getattr(module, name), getattr(ops, name)
+
+        def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = cuda_op(inputs.as_subclass(OnGpu), *args, **kwargs)
+            return cpu_op(inputs, *args, **kwargs) if name in _WITH_VALUES else result
+
+        return op
+
+    ops, module = humming().ops, importlib.import_module("humming.ops.weight")
+    found: list[KernelSource] = []
+    with ExitStack() as stack:
+        for name in [name for name in vars(module) if name.endswith("Kernel")]:
+            kernel = recorder(getattr(module, name), found)
+            silent = type(name, (kernel,), {"__call__": lambda self, *args, **kwargs: None})
+            stack.enter_context(patch.object(module, name, silent))
+        for name in (*_WITH_VALUES, "repack_weight", "process_mxfp4_w4a8_weight", "quant_weight"):
+            stack.enter_context(patch.object(ops, name, noted(name)))
+        yield found
 
 
 # --- Humming's compiler on this machine
@@ -308,20 +356,19 @@ def compile_kernel(source: KernelSource, compiler: Any) -> bytes:
     flags = compiler.get_flags(source.architecture, source.without_fast_math)
     with tempfile.TemporaryDirectory(prefix="hqconv-warm-") as name:
         folder = Path(name)
-        path, made = folder / "kernel.cu", folder / "kernel_tmp.cubin"
+        path, binary = folder / "kernel.cu", folder / "kernel_tmp.cubin"
         path.write_text(source.code, encoding="utf-8")
         code, out, errors = compiler._compile(
             str(path), folder, source.architecture, source.expression, flags
         )
         if code == 0:
-            source.patch(str(made))
-            return made.read_bytes()
-    said = [line for line in f"{out}\n{errors}".splitlines() if "error" in line.lower()] or [
-        "no message"
-    ]
+            source.patch(str(binary))
+            return binary.read_bytes()
+    lines = f"{out}\n{errors}".splitlines()
+    message = next((line for line in lines if "error" in line.lower()), "no message")
     raise RequestError(
         "The CUDA compiler here cannot compile a kernel.",
         where=f"{compiler.__name__} {compiler.signature()}: {source.expression.split('<')[0].strip()}",
-        found=said[0].strip(),
+        found=message.strip(),
         remedy="Install the compiler that the server has, with its headers.",
     )

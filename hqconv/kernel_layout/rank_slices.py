@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hqconv.quantization.bit_codec import bits_of, join
 from hqconv.schemas.grid import TpSlice
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 
@@ -26,15 +27,16 @@ def gemm_tensors(
     ranks are summed.
     """
     tp_rank, begin, end, share = part
-    rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
+    roles = [role for role in ("w1", "w3") if role in projections]
+    upper = [_cut_rows(projections[role], begin, end) for role in roles]
     down = _cut_columns(projections["w2"], schema.of("w2"), begin, end)
     if end - begin < share:
-        rows = [_pad(one, schema.of("w13"), 1, end - begin, share) for one in rows]
+        upper = [_pad(tensors, schema.of("w13"), 1, end - begin, share) for tensors in upper]
         down = _pad(down, schema.of("w2"), 2, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])
     return {
-        "w13": _join_rows(rows),
+        "w13": _join_rows(upper),
         "w2": {name: tensor.contiguous() for name, tensor in down.items()},
     }
 
@@ -56,10 +58,9 @@ def _cut_columns(tensors: Tensors, schema: WeightSchema, begin: int, end: int) -
     num_columns = tensors["weight"].size(2) * 32 // schema.num_bits
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        per_row = name != "weight" and schema.weight_scale_group_size == 0
-        if (
-            tensor.ndim < 3 or per_row
-        ):  # a bias, a tensor-level or a channel-level scale or zero point
+        is_per_row = name != "weight" and schema.weight_scale_group_size == 0
+        # A bias, a tensor-level or a channel-level scale or zero point.
+        if tensor.ndim < 3 or is_per_row:
             return tensor
         length = tensor.size(2)
         return tensor[:, :, begin * length // num_columns : end * length // num_columns]
@@ -78,35 +79,22 @@ def _pad(tensors: Tensors, schema: WeightSchema, axis: int, size: int, share: in
         is_per_row = axis == 2 and name != "weight" and schema.weight_scale_group_size == 0
         if is_per_row or tensor.ndim <= axis:
             return tensor
-        length = tensor.size(axis) * share // size
-        shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
-        bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        padded = bits.new_zeros(shape)
-        kept = padded.narrow(axis, 0, tensor.size(axis))
-        kept.copy_(bits)
+        num_filled = tensor.size(axis)
+        length = num_filled * share // size
+        bits = bits_of(tensor)
+        padded = bits.new_zeros((*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]))
+        padded.narrow(axis, 0, num_filled).copy_(bits)
         if tensor.dtype == torch.float8_e8m0fnu:
-            rest = padded.narrow(axis, tensor.size(axis), length - tensor.size(axis))
-            rest.copy_(bits.narrow(axis, tensor.size(axis) - 1, 1).expand_as(rest))
+            rest = padded.narrow(axis, num_filled, length - num_filled)
+            rest.copy_(bits.narrow(axis, num_filled - 1, 1).expand_as(rest))
         return padded.view(tensor.dtype)
 
     return {name: pad(name, tensor) for name, tensor in tensors.items()}
 
 
-def _join_rows(parts: list[Tensors]) -> Tensors:
+def _join_rows(upper: list[Tensors]) -> Tensors:
     """Join gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
-    if len(parts) == 1:
-        return {name: tensor.contiguous() for name, tensor in parts[0].items()}
-    first, second = parts
-    joined = {}
-    for name, tensor in first.items():
-        if tensor.ndim == 1:
-            joined[name] = tensor
-        elif tensor.is_meta:  # torch.cat would load torch's compiler for it: 0.8 s
-            num_rows = tensor.size(1) + second[name].size(1)
-            joined[name] = tensor.new_empty((tensor.size(0), num_rows, *tensor.shape[2:]))
-        elif tensor.dtype.itemsize == 1:  # torch.cat on the CPU lacks some 8-bit floats
-            bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)], dim=1)
-            joined[name] = bits.view(tensor.dtype)
-        else:
-            joined[name] = torch.cat([tensor, second[name]], dim=1)
-    return joined
+    return {
+        name: tensor if tensor.ndim == 1 else join([tensors[name] for tensors in upper], 1)
+        for name, tensor in upper[0].items()
+    }

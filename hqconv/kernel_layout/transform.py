@@ -15,17 +15,40 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import humming, humming_schema, planning, resident, target_facts
-from hqconv.kernel_layout.compatibility import PAD_K, PAD_N, splits_e8m0, why_not
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import InputSchema, KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+
+PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
+_COMMON = (
+    *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block"),
+    *("int8", "int4", "int4-c", "int4-g64", "int4-g64-zp"),
+)
 
 
 def humming_inputs(inputs: InputSchema) -> Any:
-    """The input schema as Humming's own object."""
+    """Return the input schema as Humming's own object."""
     return humming().schema.HummingInputSchema(**inputs.humming_fields())
+
+
+# --- which pairs run -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def why_not(spec: KernelSpec) -> str | None:
+    """Return why a kernel spec does not run on its target, or None: by Humming's rule, its LayerConfig, and ours."""
+    if spec.target.sm_version < 80 and spec.param_dtype == "bfloat16":
+        return "sm75 has no bfloat16: use --dtype float16"
+    if not is_compatible(spec):
+        kernel = f"{spec.schema.b_dtype} weights with these scales and {spec.a_dtype} activations"
+        return f"it has no kernel for {kernel}, with {spec.param_dtype} parameters"
+    try:
+        config = _layer_config(PAD_N, 4 * PAD_K, spec, has_bias=False)
+    except (AssertionError, ValueError) as error:
+        return f"its configuration refuses the pair: {str(error) or 'a failed assertion'}"
+    return _why_not_here(spec, config)
 
 
 def is_compatible(spec: KernelSpec) -> bool:
@@ -40,6 +63,42 @@ def is_compatible(spec: KernelSpec) -> bool:
             )
         )
 
+
+def fuses_exponents(spec: KernelSpec) -> bool:
+    """Return whether the layout moves e8m0 scales into the codes, so that weights are rounded again per rank."""
+    return bool(_layer_config(PAD_N, 4 * PAD_K, spec, has_bias=False).use_fused_e8m0_scale)
+
+
+def _why_not_here(spec: KernelSpec, config: Any) -> str | None:
+    """Return why a pair does not run that Humming's rule and LayerConfig let through, or None."""
+    schema, is_quantized = spec.schema, spec.inputs.a_dtype is not None
+    # Kernels that multiply by scales themselves read them as float32.
+    if is_quantized and not config.use_block_scaled_mma and str(config.as_dtype) != "float32":
+        return f"activations with {config.as_dtype} scales need a block-scaled tensor core and such weights"
+    if schema.is_fp_zero_point and is_quantized:
+        return "float zero points are for 16-bit activations (Humming's kernel asserts it)"
+    if spec.a_dtype == "int4" and spec.target.sm_version >= 90:
+        return "int4 activations run up to sm89: Humming has no tuning for them from sm90 on"
+    if schema.rotation and is_quantized:
+        return "rotated weights are converted for 16-bit activations only: verify has no reference for the others"
+    if config.use_fused_e8m0_scale and schema.has_row_scale and spec.param_dtype == "float16":
+        return "the exponents join the scale of each row, which float16 cannot hold then: use --dtype bfloat16"
+    # Integers have negative scales, for half of the groups.
+    if config.use_block_scaled_mma and schema.is_integer and schema.bs_dtype == "float8e4m3":
+        return "a block-scaled tensor core reads e4m3 scales without their sign, and integers have negative ones"
+    return None
+
+
+def nearest(spec: KernelSpec) -> tuple[list[str], list[str]]:
+    """Return the names of input schemas that run with the weights on the target, and of schemas with the inputs."""
+    inputs = [
+        name for name, preset in INPUT_PRESETS.items() if not why_not(replace(spec, inputs=preset))
+    ]
+    schemas = [name for name in _COMMON if not why_not(replace(spec, schema=resolve_schema(name)))]
+    return inputs, schemas
+
+
+# --- forms ---------------------------------------------------------------------------------------------------
 
 LAYOUT_FLAGS = (
     "use_fused_e8m0_scale",
@@ -79,7 +138,7 @@ def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = F
     )
     zeros = {name: torch.zeros(a["shape"], dtype=a["dtype"]) for name, a in attrs.items()}
     with planning(), target_facts(spec.target):
-        if splits_e8m0(spec):
+        if _is_split(config):
             zeros["weight_scale_2"] = torch.zeros(1)
         tensors = lib.transform.transform_humming_tensors(config, zeros)
         flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
@@ -93,9 +152,10 @@ def needs_cuda(spec: KernelSpec) -> bool:
         return False
     found = set()
     for cuda in ((0, 0), (99, 0)):
-        one = replace(spec, target=replace(spec.target, cuda=cuda))
-        with target_facts(one.target):
-            found.add(bool(_layer_config(PAD_N, 512, one, has_bias=False).use_native_dequant))
+        variant = replace(spec, target=replace(spec.target, cuda=cuda))
+        with target_facts(variant.target):
+            config = _layer_config(PAD_N, 4 * PAD_K, variant, has_bias=False)
+            found.add(bool(config.use_native_dequant))
     return len(found) == 2
 
 
@@ -115,7 +175,7 @@ def _layer_config(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool) 
             torch_dtype=torch_dtype_of(spec.param_dtype),
             device=-1,
         )
-        if splits_e8m0(spec):
+        if _is_split(config):
             config = replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
     return config
 
@@ -159,7 +219,7 @@ def _target_of(form: KernelForm) -> GpuTarget:
 
 
 def _is_split(config: Any) -> bool:
-    """`splits_e8m0` of a LayerConfig."""
+    """Return whether e8m0 scales get a second scale for float16, see `compatibility.config_entries`."""
     dtypes = humming().dtypes
     is_e8m0 = config.bs_dtype == dtypes.float8e8m0 and config.c_dtype == dtypes.float16
     is_e8m0 = is_e8m0 and not config.is_channel_weight_scale_2
@@ -199,6 +259,6 @@ def packed_attributes(
 def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Kernel tensors [E, …] without E."""
     return {
-        name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:]))
-        for name, one in tensors.items()
+        name: TensorSpec(name, code_of_torch(tensor.dtype), tuple(tensor.shape[1:]))
+        for name, tensor in tensors.items()
     }

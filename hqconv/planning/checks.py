@@ -11,7 +11,7 @@ from pathlib import Path
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.formats.encoding import usable_scales
 from hqconv.formats.source_format import why_not_direct
-from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -116,7 +116,7 @@ def _check_scales(kernel_spec: KernelSpec) -> None:
 
 def _check_layer_spec(spec: LayerSpec) -> None:
     """Check that the weights of both GEMMs run with the activations on the target, and that their layout is known."""
-    from hqconv.kernel_layout.transform import needs_cuda
+    from hqconv.kernel_layout.transform import nearest, needs_cuda, why_not
 
     reasons = {one: reason for one in spec.each if (reason := why_not(one)) is not None}
     if reasons:

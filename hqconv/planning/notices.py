@@ -9,7 +9,7 @@ from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.io.checkpoint_files import FrontMatter, has_tokenizer
-from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
@@ -87,6 +87,8 @@ def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
             f"the layout for {kernel_spec.target.name} is Humming's byte for byte, but hqconv's own tests have run no "
             f"kernel of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
         )
+    from hqconv.kernel_layout.transform import fuses_exponents  # with torch
+
     if not fuses_exponents(kernel_spec):
         return
     yield (

@@ -6,10 +6,22 @@ A conversion packs and unpacks here only; `verify` reads with independent code (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from hqconv.cpu_loops import codes as code_loops
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View 8-bit floats as bytes, of which torch has every operation; return other tensors as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Join tensors of any dtype."""
+    return torch.cat([bits_of(tensor) for tensor in tensors], dim).view(tensors[0].dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,11 +55,10 @@ def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
         shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=data.device)
         codes: torch.Tensor = (data.unsqueeze(-1) >> shifts) & (2**num_bits - 1)
         return codes.flatten(1)
-    parts = data.view(rows, -1, num_bits).long()
-    word = (parts << torch.arange(0, 8 * num_bits, 8, device=data.device)).sum(-1, keepdim=True)
-    codes = (word >> torch.arange(0, 8 * num_bits, num_bits, device=data.device)) & (
-        2**num_bits - 1
-    )
+    eight = data.view(rows, -1, num_bits).long()  # bytes of eight codes
+    whole = (eight << torch.arange(0, 8 * num_bits, 8, device=data.device)).sum(-1, keepdim=True)
+    shifts = torch.arange(0, 8 * num_bits, num_bits, device=data.device)
+    codes = (whole >> shifts) & (2**num_bits - 1)
     return codes.to(torch.uint8).flatten(1)
 
 
@@ -64,8 +75,8 @@ def pack(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
         code_loops.pack_rows(codes.numpy(), num_bits, packed)
         return torch.from_numpy(packed.view(np.int32))
     shifts = torch.arange(0, 8 * num_bits, num_bits, device=codes.device)
-    word = (codes.view(rows, -1, 8).long() << shifts).sum(-1, keepdim=True)
-    data = (word >> torch.arange(0, 8 * num_bits, 8, device=codes.device)) & 255
+    whole = (codes.view(rows, -1, 8).long() << shifts).sum(-1, keepdim=True)
+    data = (whole >> torch.arange(0, 8 * num_bits, 8, device=codes.device)) & 255
     return data.to(torch.uint8).flatten(1).view(torch.int32)
 
 
@@ -76,10 +87,10 @@ def pack_along_rows(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 def unpack_along_rows(packed: torch.Tensor, num_bits: int, num_rows: int) -> torch.Tensor:
     """Unpack int32 words along N to uint8 codes [N, G]; the last word may be partly empty."""
-    words = packed.t().contiguous()
-    missing = -words.size(1) % num_bits  # the loops read `num_bits` words, 32 codes, at a time
-    words = torch.nn.functional.pad(words, (0, missing))
-    return unpack(words, num_bits)[:, :num_rows].t().contiguous()
+    columns = packed.t().contiguous()
+    missing = -columns.size(1) % num_bits  # the loops read `num_bits` words, 32 codes, at a time
+    columns = torch.nn.functional.pad(columns, (0, missing))
+    return unpack(columns, num_bits)[:, :num_rows].t().contiguous()
 
 
 # Nibble j of a word is column AWQ_ORDER[j] of its eight. Source: autoawq, utils/packing_utils.py.
@@ -99,13 +110,10 @@ def transpose_4bit(packed: torch.Tensor, order: tuple[int, ...], flip: int = 0) 
 
     Every code is xored with `flip`.
     """
-    columns, words = packed.shape
     if packed.is_cuda:
-        codes = unpack(packed, 4).view(columns, words, 8)
-        places = torch.tensor([order.index(i) for i in range(8)], device=packed.device)
-        codes = codes[..., places].flatten(1) ^ flip
-        return pack(codes.t(), 4)
-    out = np.empty((words * 8, columns // 8), np.uint32)
+        return pack((reordered_nibbles(packed, order) ^ flip).t(), 4)
+    num_columns, num_words = packed.shape
+    out = np.empty((num_words * 8, num_columns // 8), np.uint32)
     flips = np.uint32(flip * 0x11111111)
     code_loops.transpose_4bit(
         packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out

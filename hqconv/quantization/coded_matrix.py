@@ -72,8 +72,7 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
         zero = _extended(zero, (rows, groups[1]), repeats=False)
         if not zero.is_floating_point():
             new.copy_(zero.repeat_interleave(coded.group_k or columns, 1)[:, :columns])
-    kept = min(rows, old_rows), min(columns, old_columns)
-    new[: kept[0], : kept[1]] = codes[: kept[0], : kept[1]]
+    new[:old_rows, :old_columns] = codes[:rows, :columns]
     scale, scale_2 = coded.scale, coded.scale_2
     return replace(
         coded,
@@ -90,13 +89,13 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
 
 def _extended(values: torch.Tensor, sizes: tuple[int, ...], *, repeats: bool) -> torch.Tensor:
     """Cut values along each dimension, or append zeros or the last value."""
-    bits = values.view(torch.uint8) if values.element_size() == 1 else values
+    bits = bit_codec.bits_of(values)
     for axis, size in enumerate(sizes):
-        have = bits.size(axis)
-        last = bits.narrow(axis, have - 1, 1)
-        more = last if repeats else torch.zeros_like(last)
-        parts = [bits.narrow(axis, 0, min(have, size)), *[more] * (size - have)]
-        bits = torch.cat(parts, axis)
+        num_values = bits.size(axis)
+        index = torch.arange(size, device=bits.device).clamp_max(num_values - 1)
+        bits = bits.index_select(axis, index)
+        if not repeats and size > num_values:
+            bits.narrow(axis, num_values, size - num_values).zero_()
     return bits.view(values.dtype)
 
 
@@ -125,8 +124,7 @@ def with_rows(coded: CodedMatrix, order: torch.Tensor) -> CodedMatrix:
     def ordered(values: torch.Tensor) -> torch.Tensor:
         if values.size(0) == 1:  # of all rows
             return values
-        bits = values.view(torch.uint8) if values.element_size() == 1 else values
-        return bits.index_select(0, order).view(values.dtype)
+        return bit_codec.bits_of(values).index_select(0, order).view(values.dtype)
 
     return replace(
         coded,
@@ -159,23 +157,6 @@ def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dt
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Return a stored scale as float32, exactly; uint8 is float8e5m3, and an e8m0 byte of 255 is NaN."""
-    if scale.element_size() > 1:
-        return scale.float()
-    if scale.is_cuda:
-        return _decode_bytes(scale)
-    values = byte_values(scale.dtype).numpy()[
-        scale.view(torch.uint8).numpy()
-    ]  # faster than torch's conversions
-    return torch.from_numpy(np.asarray(values))
-
-
-@functools.cache
-def byte_values(dtype: torch.dtype) -> torch.Tensor:
-    """Return the value of each byte as an 8-bit scale, float32 [256] on the CPU."""
-    return _decode_bytes(torch.arange(256, dtype=torch.uint8).view(dtype))
-
-
-def _decode_bytes(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).to(torch.int32)
         # 2**-127 is the only subnormal, and 255 the only NaN.
@@ -190,6 +171,12 @@ def _decode_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
+@functools.cache
+def byte_values(dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of each byte as an 8-bit scale, float32 [256] on the CPU."""
+    return scale_values(torch.arange(256, dtype=torch.uint8).view(dtype))
+
+
 def dequantize(
     coded: CodedMatrix, table: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None
 ) -> torch.Tensor:
@@ -199,58 +186,43 @@ def dequantize(
     """
     if table is None:
         table = code_table(coded.b_dtype, coded.zero_point is None)
-    scale = scale_values(coded.scale)
-    zero = torch.zeros(1, 1, device=scale.device)
-    if coded.zero_point is not None:
-        zero = coded.zero_point.float()
-    scale_2 = torch.ones(1, device=scale.device)
-    if coded.scale_2 is not None:
-        scale_2 = coded.scale_2.float()
-    if coded.packed.is_cuda:
-        return _dequantize_cuda(coded, table, scale, zero, scale_2)
     num_rows, num_columns = coded.shape
+    device, group_size = coded.packed.device, coded.group_k or num_columns
+    scale = scale_values(coded.scale)
     if scale.size(0) not in (1, num_rows):
         scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
+    zero = torch.zeros(1, 1, device=device)
+    if coded.zero_point is not None:
+        zero = coded.zero_point.float()
+    scale_2 = torch.ones(1, device=device)
+    if coded.scale_2 is not None:
+        scale_2 = coded.scale_2.float()
+    if coded.column_groups is not None:
+        scale = _of_columns(scale, coded.column_groups)
+        zero = _of_columns(zero, coded.column_groups)
+        group_size = 1
+    if coded.packed.is_cuda:
+        codes = bit_codec.unpack(coded.packed, coded.num_bits)
+        on_device = torch.from_numpy(table.copy()).to(device)
+        values = on_device.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+        columns = torch.arange(num_columns, device=device) // group_size
+        values -= _of_columns(zero, columns)
+        values *= _of_columns(scale, columns)
+        return values.mul_(scale_2.unsqueeze(-1))
     out = np.empty((num_rows, num_columns), np.float32)
-    arguments = (
+    code_loops.dequantize_groups(
         bit_codec.as_bytes(coded.packed).numpy(),
         coded.num_bits,
         table,
         zero.contiguous().numpy(),
         scale.contiguous().numpy(),
         scale_2.contiguous().numpy(),
+        group_size,
+        out,
     )
-    if coded.column_groups is not None:
-        code_loops.dequantize_columns(*arguments, coded.column_groups.contiguous().numpy(), out)
-    else:
-        code_loops.dequantize_groups(*arguments, coded.group_k or num_columns, out)
     return torch.from_numpy(out)
 
 
-def _dequantize_cuda(
-    coded: CodedMatrix,
-    table: np.ndarray[tuple[int], np.dtype[np.float32]],
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    scale_2: torch.Tensor,
-) -> torch.Tensor:
-    on_device = torch.from_numpy(table.copy()).to(scale.device)
-    codes = bit_codec.unpack(coded.packed, coded.num_bits)
-    values = on_device.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-    num_rows, num_columns = values.shape
-    columns = column_groups_of(coded, num_columns)
-    if scale.size(0) not in (1, num_rows):
-        scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
-    if coded.zero_point is not None:
-        values -= zero if zero.size(1) == 1 else zero[:, columns]
-    values *= scale if scale.size(1) == 1 else scale[:, columns]
-    if coded.scale_2 is not None:
-        values *= scale_2.unsqueeze(-1)
-    return values
-
-
-def column_groups_of(coded: CodedMatrix, num_columns: int) -> torch.Tensor:
-    if coded.column_groups is not None:
-        return coded.column_groups
-    columns = torch.arange(num_columns, device=coded.packed.device)
-    return columns // (coded.group_k or num_columns)
+def _of_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the values of each column's group, or the only ones."""
+    return values if values.size(1) == 1 else values[:, columns]

@@ -14,14 +14,11 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization import bit_codec
+from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.coded_matrix import scale_values
-from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
+from hqconv.schemas.dtypes import CodeKind, CodeType, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
-_INTEGER_REACH = {
-    1: (0.499, 1.499)
-}  # Humming's, up and down in units of the scale; others reach their largest codes
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
 # `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
 FUSED_GROUP_SIZE = 128
@@ -51,33 +48,26 @@ class GroupScales:
         """Return the value subtracted from weights first, if there are zero points."""
         return None if self.zero is None else self.zero * -self.scale
 
-    def where(self, condition: torch.Tensor, other: GroupScales) -> GroupScales:
-        """Return these scales where `condition` [E, R, G] holds, elsewhere the other ones."""
-        stored = torch.where(condition, bits_of(self.stored), bits_of(other.stored)).view(
-            self.stored.dtype
-        )
+    def where(self, condition: torch.Tensor, alternative: GroupScales) -> GroupScales:
+        """Return these scales where `condition` [E, R, G] holds, elsewhere the alternative ones."""
+        stored = torch.where(condition, bits_of(self.stored), bits_of(alternative.stored))
         zero = self.zero
-        if zero is not None and other.zero is not None:
-            zero = torch.where(condition, zero, other.zero)
-        return GroupScales(
-            stored, torch.where(condition, self.scale, other.scale), zero, self.second
-        )
+        if zero is not None and alternative.zero is not None:
+            zero = torch.where(condition, zero, alternative.zero)
+        scale = torch.where(condition, self.scale, alternative.scale)
+        return GroupScales(stored.view(self.stored.dtype), scale, zero, self.second)
 
     def tensors(self, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
         """Return the tensors that store the scales: `weight_scale`, `zero_point`, `weight_scale_2`."""
-        tensors = {
-            "weight_scale": self.stored.flatten()
-            if schema.weight_scale_type == "tensor"
-            else self.stored
-        }
+        is_flat = schema.weight_scale_type == "tensor"
+        tensors = {"weight_scale": self.stored.flatten() if is_flat else self.stored}
         if self.zero is not None and schema.is_fp_zero_point:
             tensors["zero_point"] = self.zero.to(torch_dtype_of(param_dtype))
         elif self.zero is not None:
-            columns = self.zero.to(torch.uint8).transpose(-1, -2).contiguous()
-            packed = bit_codec.pack(columns.view(-1, columns.size(-1)), schema.num_bits)
-            tensors["zero_point"] = (
-                packed.view(*columns.shape[:-1], -1).transpose(-1, -2).contiguous()
-            )
+            columns = self.zero.to(torch.uint8).transpose(-1, -2)
+            packed = bit_codec.pack(columns.flatten(0, -2), schema.num_bits)
+            columns = packed.view(*columns.shape[:-1], -1)
+            tensors["zero_point"] = columns.transpose(-1, -2).contiguous()
         if self.second is not None and schema.has_row_scale:
             tensors["weight_scale_2"] = self.second.squeeze(-1).to(torch_dtype_of(param_dtype))
         elif self.second is not None:
@@ -85,30 +75,22 @@ class GroupScales:
         return tensors
 
 
-def bits_of(stored: torch.Tensor) -> torch.Tensor:
-    """View 8-bit scales as bytes, of which torch has every operation; return wider ones as they are."""
-    return stored.view(torch.uint8) if stored.element_size() == 1 else stored
-
-
 def scales_of(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> GroupScales:
     """Read the scales from a stack's tensors; `tensors` as in `QuantizedStack`."""
-    stored, zero, second = (
-        tensors["weight_scale"],
-        tensors.get("zero_point"),
-        tensors.get("weight_scale_2"),
-    )
-    stored = stored.view(-1, 1, 1) if schema.weight_scale_type == "tensor" else stored
+    stored = tensors["weight_scale"]
+    if schema.weight_scale_type == "tensor":
+        stored = stored.view(-1, 1, 1)
+    zero = tensors.get("zero_point")
     if zero is not None and zero.dtype == torch.int32:
         columns = zero.transpose(-1, -2).contiguous()
-        flat = columns.view(-1, columns.size(-1))
-        zero = (
-            bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
-        )
+        codes = bit_codec.unpack(columns.flatten(0, -2), schema.num_bits)
+        zero = codes.view(*columns.shape[:-1], -1).transpose(-1, -2)
+    if zero is not None:
+        zero = zero.float().contiguous()
+    second = tensors.get("weight_scale_2")
     if second is not None:
         second = second.float().view(len(stored), -1, 1)
-    return GroupScales(
-        stored, stored_values(stored), None if zero is None else zero.float().contiguous(), second
-    )
+    return GroupScales(stored, stored_values(stored), zero, second)
 
 
 def stored_values(stored: torch.Tensor) -> torch.Tensor:
@@ -122,9 +104,8 @@ def stored_values(stored: torch.Tensor) -> torch.Tensor:
 def rounded_scales(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 values to a dtype of stored scales that has a fraction; 8-bit ones saturate."""
     if dtype == torch.uint8:
-        stored: torch.Tensor = humming().weight.encode_e5m3_scale(
-            values.nan_to_num(0.0).contiguous()
-        )
+        numbers = values.nan_to_num(0.0).contiguous()
+        stored: torch.Tensor = humming().weight.encode_e5m3_scale(numbers)
         return stored
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
@@ -199,15 +180,23 @@ def unrounded_scales(
         most, least = constant(code.largest, highest), constant(code.largest + 1, below)
         return torch.maximum(below / least, highest / most)
     narrowest = torch.minimum(highest, below)
-    up, down = _INTEGER_REACH.get(code.num_bits, (code.largest, code.largest + 1))
+    up, down = _integer_reach(code)
     wide = (widest.double() / constant(down, widest, torch.float64)).float()
     narrow = (narrowest.double() / constant(up, widest, torch.float64)).float()
     scale = torch.maximum(wide, narrow)
-    return (
-        scale
-        if schema.bs_dtype in ("float8e8m0", "float8e5m3")
-        else torch.where(highest > below, -scale, scale)
-    )
+    if schema.bs_dtype in ("float8e8m0", "float8e5m3"):
+        return scale
+    return torch.where(highest > below, -scale, scale)
+
+
+def _integer_reach(code: CodeType) -> tuple[float, float]:
+    """Return how far symmetric integers reach up and down in units of the scale, as Humming has it."""
+    return (0.499, 1.499) if code.num_bits == 1 else (code.largest, code.largest + 1)
+
+
+def saturation(schema: WeightSchema) -> float:
+    """Return the magnitude at which small floats saturate; 0 for integers, which do by themselves."""
+    return schema.code_type.largest if schema.code_type.kind == CodeKind.FLOAT else 0.0
 
 
 def constant(value: float, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -237,19 +226,16 @@ def split_powers(
     The largest scale of a group that is not zero becomes fp8's largest power of two; so scales down to 2**-17 of it
     are exact, and smaller ones become that.
     """
-    fp8 = torch_dtype_of(schema.bs_dtype or "")
-    top = 2.0 ** math.floor(math.log2(_FP8_MAX[schema.bs_dtype or ""]))
+    fp8 = _fp8(schema)
+    top = 2.0 ** math.floor(math.log2(torch.finfo(fp8).max))
     lowest = torch.finfo(fp8).smallest_normal * torch.finfo(fp8).eps
-    largest = torch.stack(
-        [
-            torch.where(s.view(*p.shape, -1).abs().amax(-1) > 0, p, torch.zeros_like(p)).amax(
-                (1, 2)
-            )
-            for s, p in zip(stacks, powers, strict=True)
-        ]
-    ).amax(0)
+    maxima = []
+    for stack, scales in zip(stacks, powers, strict=True):
+        has_weights = stack.view(*scales.shape, -1).abs().amax(-1) > 0
+        maxima.append(torch.where(has_weights, scales, 0.0).amax((1, 2)))
+    largest = torch.stack(maxima).amax(0)
     second = (largest / top).clamp_min(2.0**-100).reshape(-1, 1, 1)  # its inverse stays finite
-    return [GivenScales((p / second).clamp(lowest, top).to(fp8), second) for p in powers]
+    return [GivenScales((scales / second).clamp(lowest, top).to(fp8), second) for scales in powers]
 
 
 def two_level_scales(
@@ -265,20 +251,16 @@ def two_level_scales(
     `amax`: the experts' shared maxima [E, 1, 1], for a second scale per matrix. Codes are chosen for the stored scales;
     a group whose scales' product is 0 or NaN gets codes of 0.
     """
-    code = schema.code_type
     if given is not None:
         stored, second = given.group, given.second
     else:
         scale = unrounded_scales(highest, lowest, schema)
-        stored, second = _two_levels(
-            scale, schema, param_dtype, None if schema.has_row_scale else amax
-        )
+        second = _second_scales(scale, schema, param_dtype, amax)
+        stored = _stored_under(scale, second, schema, param_dtype)
     scales = GroupScales(stored, stored_values(stored), None, second)
     effective = scales.effective()
-    inverse = torch.where(effective.abs() > 0, effective.reciprocal(), torch.zeros_like(effective))
-    return NearestScales(
-        scales, inverse, limit=code.largest if code.kind == CodeKind.FLOAT else 0.0
-    )
+    inverse = torch.where(effective.abs() > 0, effective.reciprocal(), 0.0)
+    return NearestScales(scales, inverse, limit=saturation(schema))
 
 
 def scales_under(
@@ -290,44 +272,47 @@ def scales_under(
 ) -> GroupScales:
     """Return 8-bit scales under given second scales, of groups with these ranges, float32 [E, N, G]."""
     scale = unrounded_scales(highest, lowest, schema)
-    if schema.bs_dtype == "float8e8m0":
-        stored = _powers(scale, second, param_dtype)
-    else:
-        limit = _FP8_MAX[schema.bs_dtype or ""]
-        stored = (scale / second).clamp(-limit, limit).to(torch_dtype_of(schema.bs_dtype or ""))
+    stored = _stored_under(scale, second, schema, param_dtype)
     return GroupScales(stored, stored_values(stored), None, second)
 
 
-def _two_levels(
+def _second_scales(
     scale: torch.Tensor, schema: WeightSchema, param_dtype: str, amax: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return stored group scales [E, N, G], and second scales float32: [E, 1, 1] for maxima `amax`, else [E, N, 1]."""
+) -> torch.Tensor:
+    """Return second scales above unrounded ones, float32: [E, N, 1] per row, else [E, 1, 1] for the maxima `amax`."""
     code = schema.code_type
     if schema.bs_dtype == "float8e8m0":
-        return _powers_under_rows(scale, code.largest, param_dtype)
-    scale_max = _FP8_MAX[schema.bs_dtype or ""]
-    if amax is None:
-        kept = (scale.abs().amax(-1, keepdim=True) / constant(scale_max, scale)).to(
-            torch_dtype_of(param_dtype)
-        )
-        tiny = torch.finfo(kept.dtype).tiny
-        second = torch.where(kept < tiny, torch.full_like(kept, tiny), kept).float()
-    else:
-        reach = (
-            _INTEGER_REACH.get(code.num_bits, (code.largest,))[0]
-            if schema.is_integer
-            else code.largest
-        )
-        second = amax / constant(reach * scale_max, scale)
-    return (scale / second).clamp(-scale_max, scale_max).to(
-        torch_dtype_of(schema.bs_dtype or "")
-    ), second
+        return _row_scales_of_powers(scale, code.largest, param_dtype)
+    scale_max = torch.finfo(_fp8(schema)).max
+    if schema.has_row_scale:
+        row = scale.abs().amax(-1, keepdim=True) / constant(scale_max, scale)
+        row = row.to(torch_dtype_of(param_dtype))
+        return row.clamp_min(torch.finfo(row.dtype).tiny).float()
+    assert amax is not None
+    reach = _integer_reach(code)[0] if schema.is_integer else code.largest
+    return amax / constant(reach * scale_max, scale)
 
 
-def _powers_under_rows(
-    scale: torch.Tensor, largest: float, param_dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e8m0 scales [E, N, G] under row scales [E, N, 1] that the parameter dtype holds; no product below `scale`.
+def _stored_under(
+    scale: torch.Tensor, second: torch.Tensor, schema: WeightSchema, param_dtype: str
+) -> torch.Tensor:
+    """Return the 8-bit scales that stand for unrounded ones under second scales."""
+    if (
+        schema.bs_dtype == "float8e8m0"
+    ):  # rounded up, as far as the kernel keeps them under a scale per row
+        least, most = (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
+        exponents = _exponents(scale, second).clamp(least, most)
+        return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    limit = torch.finfo(_fp8(schema)).max
+    return (scale / second).clamp(-limit, limit).to(_fp8(schema))
+
+
+def _fp8(schema: WeightSchema) -> torch.dtype:
+    return torch_dtype_of(schema.bs_dtype or "")
+
+
+def _row_scales_of_powers(scale: torch.Tensor, largest: float, param_dtype: str) -> torch.Tensor:
+    """Return row scales [E, N, 1] above e8m0 scales, which the parameter dtype holds.
 
     A row's scale is the fraction of its largest group scale, from 1 to 2, rounded up: so this group's scale is exact
     but for the rounding. In float16, where the kernel keeps exponents from -14 to 15 only, it takes the row's size
@@ -336,28 +321,16 @@ def _powers_under_rows(
     is_wide = param_dtype == "bfloat16"
     dropped = 16 if is_wide else 13  # bits of float32's fraction that the dtype lacks
     top = scale.amax(-1, keepdim=True).contiguous()
-    fraction = (
-        ((top.view(torch.int32) & 0x007FFFFF | 0x3F800000) + ((1 << dropped) - 1))
-        >> dropped
-        << dropped
-    )
-    fraction = torch.where(
-        fraction == 0x40000000, 0x3F800000, fraction
-    )  # 2 is 1 with the next exponents
+    fraction = top.view(torch.int32) & 0x007FFFFF | 0x3F800000
+    fraction = (fraction + ((1 << dropped) - 1)) >> dropped << dropped
+    # 2 is 1 with the next exponents.
+    fraction = torch.where(fraction == 0x40000000, 0x3F800000, fraction)
     if not is_wide:
-        reach = math.floor(
-            math.log2(min(max(largest, 1.0), 256.0))
-        )  # e5m2's would leave no exponents below
+        # e5m2's reach would leave no exponents below.
+        reach = math.floor(math.log2(min(max(largest, 1.0), 256.0)))
         size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
         fraction = fraction + (size.clamp(-14, 15) << 23)
-    row = fraction.view(torch.float32)
-    return _powers(scale, row, param_dtype), row.to(torch_dtype_of(param_dtype)).float()
-
-
-def _powers(scale: torch.Tensor, row: torch.Tensor, param_dtype: str) -> torch.Tensor:
-    """Return the e8m0 scales of scale / row, rounded up, as far as the kernel keeps them under a scale per row."""
-    least, most = (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
-    return _exponents(scale, row).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return fraction.view(torch.float32)
 
 
 def _exponents(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -8,21 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from hqconv.cpu_loops import codes as code_loops
-from hqconv.cpu_loops.arithmetic import fold_rows
-from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.errors import RequestError
 from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize, scale_values
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.quantized import fold_sum
 from hqconv.quantization.value_checks import is_any, refuse
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_ROWS = 64  # of a part, at least
+_ROWS = 256  # whose squares in float64 are in memory at a time
 
 
 def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
@@ -35,8 +31,8 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
     """
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
     num_rows, num_columns = coded.shape
-    group = schema.scale_group()
-    rows, columns = (size or whole for size, whole in zip(group, coded.shape, strict=True))
+    group_n, group_k = schema.scale_group()
+    rows, columns = group_n or num_rows, group_k or num_columns
     if num_rows % rows or num_columns % columns:
         raise RequestError(
             f"The schema '{schema.name}' does not fit the matrix.",
@@ -52,12 +48,10 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
     tensors["weight_scale"] = scale.reshape(1) if schema.weight_scale_type == "tensor" else scale
     if coded.zero_point is not None:
         zeros = _spread(coded.zero_point, coded, 1, columns)
-        is_float = zeros.dtype != torch.uint8
-        tensors["zero_point"] = (
-            _cast(zeros, param_dtype)
-            if is_float
-            else bit_codec.pack_along_rows(zeros, coded.num_bits)
-        )
+        if zeros.is_floating_point():
+            tensors["zero_point"] = _cast(zeros, param_dtype)
+        else:
+            tensors["zero_point"] = bit_codec.pack_along_rows(zeros, coded.num_bits)
     if coded.scale_2 is not None:
         dtype = "float32" if schema.weight_scale_2_type == "tensor" else param_dtype
         tensors["weight_scale_2"] = _cast(coded.scale_2, dtype)
@@ -66,38 +60,35 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
 
 def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -> torch.Tensor:
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
-    num_rows, num_columns = coded.shape
-    bits = values.view(torch.uint8) if values.element_size() == 1 else values
-    for dim, (size, have, want) in enumerate(
-        ((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))
-    ):
-        count = size // want
-        if bits.size(dim) == count:
-            continue
-        index = torch.arange(count, device=bits.device) * want // (have or size)
-        bits = bits.index_select(dim, index)
+    bits = bit_codec.bits_of(values)
+    source_groups, groups = (coded.group_n, coded.group_k), (rows, columns)
+    for dim, size in enumerate(coded.shape):
+        count = size // groups[dim]
+        if bits.size(dim) != count:
+            positions = torch.arange(count, device=bits.device) * groups[dim]
+            bits = bits.index_select(dim, positions // (source_groups[dim] or size))
     return bits.contiguous().view(values.dtype)
 
 
 def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
     """Cast `scale`, or a float zero point, to a dtype that holds it; RequestError if the dtype loses digits."""
     if dtype in ("float8e8m0", "float8e5m3"):
-        wanted = torch.float8_e8m0fnu if dtype == "float8e8m0" else torch.uint8
-        assert scale.dtype == wanted, (scale.dtype, dtype)
+        expected = torch.float8_e8m0fnu if dtype == "float8e8m0" else torch.uint8
+        assert scale.dtype == expected, (scale.dtype, dtype)
         return scale
     target = torch_dtype_of(dtype)
     if scale.dtype == target:
         return scale
     exact = scale_values(scale)
-    kept = exact.to(target)
-    if is_any(kept.float() != exact):
+    cast = exact.to(target)
+    if is_any(cast.float() != exact):
         raise RequestError(
             "A scale would be rounded.",
             where="--dtype",
             expected=f"scales that {dtype} holds exactly",
             found=str(scale.dtype).removeprefix("torch."),
         )
-    return kept
+    return cast
 
 
 def _check_range(scale: torch.Tensor) -> None:
@@ -117,15 +108,14 @@ def share_scale(coded: Sequence[CodedMatrix], schema: WeightSchema) -> bool:
     """Return True if matrices can share the schema's tensor-level scale: all their scales are equal bit for bit."""
     if not schema.is_coupled:
         return True
+    is_first_level = schema.weight_scale_type == "tensor"
     scales = []
-    for one in coded:
-        if schema.weight_scale_type == "tensor":
-            scales.append(scale_values(one.scale))
-        elif one.scale_2 is not None:
-            scales.append(one.scale_2.float())
-    if len(scales) < len(coded) or any(scale.numel() != 1 for scale in scales):
-        return False
-    return not any(is_any(scale.view(-1) != scales[0].view(-1)) for scale in scales[1:])
+    for matrix in coded:
+        scale = matrix.scale if is_first_level else matrix.scale_2
+        if scale is None or scale.numel() != 1:
+            return False
+        scales.append(scale_values(scale).view(-1))
+    return not any(is_any(scale != scales[0]) for scale in scales[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,71 +140,35 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
     target = torch_dtype_of(param_dtype)
     exact = scale_values(coded.scale)
-    kept = exact.to(target)
+    scale = exact.to(target)
     limits = torch.finfo(target)
-    change = (kept.double() - exact.double()).abs()
-    is_lost = (change > 0) & ((exact.abs() < limits.tiny) | kept.isinf())
+    change = (scale.double() - exact.double()).abs()
+    is_lost = (change > 0) & ((exact.abs() < limits.tiny) | scale.isinf())
     if is_any(is_lost):
         first = tuple(int(i) for i in is_lost.nonzero()[0])
-        other = (
-            "or "
-            if param_dtype == "bfloat16"
-            else "Use --dtype bfloat16, whose range is float32's, or "
-        )
-        remedy = f"{other}name another schema: the weights are then quantized anew."
+        remedy = "Name another schema: the weights are then quantized anew."
+        if param_dtype == "float16":
+            remedy = f"Use --dtype bfloat16, whose range is float32's. {remedy}"
         refuse(
             "A scale is out of range: it cannot be rounded to the parameter dtype.",
             names.get("scale") or names.get("weight", ""),
             f"scales from {limits.tiny:.4g} to {limits.max:.4g}, or which {param_dtype} holds exactly",
             f"{exact[first].item():.4g} at {list(first)}",
-            remedy[0].upper() + remedy[1:],
+            remedy,
         )
     relative = torch.where(exact != 0, change / exact.double().abs(), 0.0).max()
-    rounded = replace(coded, scale=kept)
-    sums = (
-        _sums_of_tensors(coded, rounded) if coded.packed.is_cuda else _sums_of_rows(coded, rounded)
+    rounded = replace(coded, scale=scale)
+    return Rounded(rounded, torch.stack([*_error_and_power(coded, rounded), relative]))
+
+
+def _error_and_power(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum (w - rounded)**2 and w**2 of a matrix, some rows at a time."""
+    errors, powers = [], []
+    pairs = zip(
+        torch.split(dequantize(coded), _ROWS), torch.split(dequantize(rounded), _ROWS), strict=True
     )
-    return Rounded(rounded, torch.stack([*sums, relative]))
-
-
-def _sums_of_tensors(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute error and power by torch: the same bits as `_sums_of_rows`."""
-    values = dequantize(coded).double()
-    difference = values - dequantize(rounded).double()
-    return fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
-
-
-def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute error and power on the CPU, a row at a time, without a whole decoded matrix."""
-    num_rows, num_columns = coded.shape
-    zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()
-    arrays = [
-        _per_row(one, coded.group_n, num_rows)
-        for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
-    ]
-    packed, table = (
-        bit_codec.as_bytes(coded.packed).numpy(),
-        code_table(coded.b_dtype, coded.zero_point is None),
-    )
-    error_power = np.empty((2, num_rows))
-
-    def of(rows: slice) -> None:
-        of_rows = [one[rows] if len(one) == num_rows else one for one in arrays]
-        size = coded.group_k or num_columns
-        code_loops.rounding_sums(
-            packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows]
-        )
-
-    in_parts(of, num_rows, _ROWS)
-    error, power = torch.from_numpy(fold_rows(error_power))
-    return error, power
-
-
-def _per_row(
-    values: torch.Tensor, group_n: int, num_rows: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Repeat values [source rows, G] to a row for each row of the matrix, or one for all."""
-    if values.size(0) not in (1, num_rows):
-        values = values.repeat_interleave(group_n, 0)[:num_rows]
-    rows: np.ndarray[tuple[int, int], np.dtype[np.float32]] = values.contiguous().numpy()
-    return rows
+    for exact, inexact in pairs:
+        weights = exact.double()
+        errors.append(fold_sum((weights - inexact).square_()))
+        powers.append(fold_sum(weights.square_()))
+    return fold_sum(torch.cat(errors)), fold_sum(torch.cat(powers))

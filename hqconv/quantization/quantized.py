@@ -1,30 +1,31 @@
-"""Results of quantization: packed tensors and their error sums."""
+"""Stacks of quantized matrices: results and their errors, and torch's operations on them, the implementation for GPUs.
+
+The bits are those of the CPU's compiled loops: weights are decoded in float32, each operation is rounded once,
+differences are squared in float64, and terms are folded in halves (`fold_sum`). Chunks of rows bound the memory.
+Legend: E experts, N output rows, K input columns, R rows of scales, G groups along K, S columns of a group, C rows of a
+chunk.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from hqconv.humming_ops.runtime import humming
+from hqconv.quantization import bit_codec
+from hqconv.quantization.group_scales import GroupScales, scales_of
+from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
-
-@dataclass(frozen=True, eq=False)
-class CodeSink:
-    """Memory in the form that a kernel layout gives a stack's codes, to be filled while they are in the CPU's cache.
-
-    panel_rows: rows of one matrix that are stored at once; they divide its rows. store: compiled function
-    store(panel, expert, row, arrays) that puts the packed codes of rows `row` to `row` + panel_rows of an expert,
-    uint8 [panel_rows, K * bits / 8], where they belong. arrays: what `store` writes to, and reads.
-    """
-
-    panel_rows: int
-    store: Callable[..., None]
-    arrays: tuple[np.ndarray[Any, Any], ...]
+_CUDA_WEIGHTS, _CPU_WEIGHTS = (
+    1 << 23,
+    1 << 18,
+)  # of a chunk; each has some 60 bytes of temporary tensors
+_CUDA_ROTATED, _CPU_ROTATED = 1 << 26, 1 << 18  # rotated at once, on the CPU to stay in the cache
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class QuantizedStack:
     `tensors`: `weight` int32 [E, N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them; tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`. Where codes went into a `CodeSink`, `weight` is a `meta` tensor.
+    `is_direct`.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -118,7 +119,7 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
         return tensor if is_tensor_level else tensor.unsqueeze(0)
 
     return join_stacks(
-        [{name: in_front(name, tensor) for name, tensor in one.items()} for one in matrices]
+        [{name: in_front(name, tensor) for name, tensor in matrix.items()} for matrix in matrices]
     )
 
 
@@ -126,14 +127,7 @@ def join_stacks(stacks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     """Join the tensors of several `QuantizedStack`s of one projection."""
     if len(stacks) == 1:
         return stacks[0]
-    joined = {}
-    for name, tensor in stacks[0].items():
-        each = [one[name] for one in stacks]
-        if tensor.dtype.itemsize == 1:  # torch joins not all 8-bit floats on the CPU
-            joined[name] = torch.cat([one.view(torch.uint8) for one in each]).view(tensor.dtype)
-        else:
-            joined[name] = torch.cat(each)
-    return joined
+    return {name: bit_codec.join([stack[name] for stack in stacks]) for name in stacks[0]}
 
 
 def num_groups(shape: tuple[int, int], schema: WeightSchema) -> int:
@@ -149,3 +143,263 @@ def fold_sum(terms: torch.Tensor) -> torch.Tensor:
         terms[..., : length - half] += terms[..., half:length]
         length = half
     return terms[..., 0]
+
+
+# --- operations
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Some rows of a stack: float32 weights [C, G, S], their scales [C, G], and second scales [C, 1].
+
+    rows: positions among all rows of the stack. scales: but for `stored`, which is of all rows.
+    """
+
+    rows: slice
+    weights: torch.Tensor
+    scales: GroupScales
+
+
+def _chunks(stack: torch.Tensor, scales: GroupScales) -> Iterator[_Chunk]:
+    """Yield a stack in chunks."""
+    num_experts, num_rows, num_columns = stack.shape
+    total, num_groups = num_experts * num_rows, scales.scale.size(2)
+    size = max(1, (_CUDA_WEIGHTS if stack.is_cuda else _CPU_WEIGHTS) // num_columns)
+    weights = stack.reshape(total, num_groups, num_columns // num_groups)
+    scale = per_row(scales.scale, total)
+    zero = None if scales.zero is None else per_row(scales.zero, total)
+    second = None if scales.second is None else per_row(scales.second, total)
+    for begin in range(0, total, size):
+        rows = slice(begin, begin + size)
+        of_rows = GroupScales(
+            scales.stored,
+            scale[rows],
+            None if zero is None else zero[rows],
+            None if second is None else second[rows],
+        )
+        yield _Chunk(rows, weights[rows].float(), of_rows)
+
+
+def per_row(values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Repeat [E, R, G] so that each of `num_rows` rows of all experts has its own."""
+    flat = values.flatten(0, 1)
+    return flat.repeat_interleave(num_rows // len(flat), 0)
+
+
+def error_sums(
+    stack: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    schema: WeightSchema,
+    num_exact: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each.
+
+    `stack`: [E, N, K]; `tensors`: its packed tensors, as `QuantizedStack.tensors`. num_exact: int64 [E], gets the
+    number of scale groups without any error. Does not synchronize.
+    """
+    num_experts, num_rows, _ = stack.shape
+    sums = torch.empty(2, num_experts * num_rows, dtype=torch.float64, device=stack.device)
+    exact = torch.empty(num_experts * num_rows, dtype=torch.int64, device=stack.device)
+    packed = tensors["weight"].flatten(0, 1)
+    for chunk in _chunks(stack, scales_of(tensors, schema)):
+        numbers = stored_numbers(packed[chunk.rows], schema).view(chunk.weights.shape)
+        difference = _differences(chunk, chunk.scales, numbers)
+        if num_exact is not None:
+            exact[chunk.rows] = (difference == 0).all(-1).sum(-1)
+        for number, terms in enumerate((difference, chunk.weights.double())):
+            sums[number, chunk.rows] = fold_sum(terms.square_().flatten(1))
+    if num_exact is not None:
+        num_exact.copy_(exact.view(num_experts, num_rows).sum(1))
+    error, power = fold_sum(sums.view(2, num_experts, num_rows))
+    return error, power
+
+
+def decoded(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> torch.Tensor:
+    """Return the values of packed tensors of a stack, as `QuantizedStack.tensors`: float32 [E, N, K]."""
+    packed = tensors["weight"]
+    numbers = stored_numbers(packed.flatten(0, 1), schema).view(*packed.shape[:2], -1)
+    found = torch.empty_like(numbers)
+    for chunk in _chunks(numbers, scales_of(tensors, schema)):
+        found.flatten(0, 1)[chunk.rows] = decode(chunk.weights, chunk.scales).flatten(1)
+    return rotate(found, schema.rotation) if schema.rotation else found
+
+
+def row_errors(
+    stack: torch.Tensor,
+    scales: GroupScales,
+    packed: torch.Tensor | None,
+    schema: WeightSchema,
+    stored: GroupScales | None = None,
+) -> torch.Tensor:
+    """Return the squared error of each row's part of each group of a stack [E, N, K], float64 [E, N, G].
+
+    packed: codes; None to choose codes for the scales. stored: the scales that they are decoded with, if others.
+    """
+    out = torch.empty(
+        *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device
+    )
+    decoded_with = None if stored is None else per_row(stored.scale, stack.size(0) * stack.size(1))
+    for chunk in _chunks(stack, scales):
+        if packed is None:
+            numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
+        else:
+            numbers = stored_numbers(packed.flatten(0, 1)[chunk.rows], schema)
+            numbers = numbers.view(chunk.weights.shape)
+        under = chunk.scales
+        if decoded_with is not None:
+            under = replace(under, scale=decoded_with[chunk.rows])
+        out.flatten(0, 1)[chunk.rows] = fold_sum(_differences(chunk, under, numbers).square_())
+    return out
+
+
+def row_fits(
+    stack: torch.Tensor, scales: GroupScales, schema: WeightSchema
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sums of w * v, of v * v and of w * w of each row and group, float64 [E, N, G] each.
+
+    v: the number of the code that a weight w gets under `scales`, less the zero point.
+    """
+    out = torch.empty(
+        3, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device
+    )
+    for chunk in _chunks(stack, scales):
+        numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
+        if chunk.scales.zero is not None:
+            numbers = numbers - chunk.scales.zero.unsqueeze(-1)
+        values, weights = numbers.double(), chunk.weights.double()
+        for number, terms in enumerate((values * weights, values * values, weights * weights)):
+            out[number].flatten(0, 1)[chunk.rows] = fold_sum(terms)
+    return out[0], out[1], out[2]
+
+
+def chosen_codes(
+    stack: torch.Tensor,
+    scales: GroupScales,
+    changed: torch.Tensor,
+    packed: torch.Tensor,
+    schema: WeightSchema,
+) -> torch.Tensor:
+    """Return codes int32 [E, N, K * bits / 32]: new ones in groups that `changed` [E, R, G], else those of `packed`."""
+    out = torch.empty_like(packed)
+    is_new = per_row(changed, stack.size(0) * stack.size(1)).unsqueeze(-1)
+    before = packed.flatten(0, 1)
+    for chunk in _chunks(stack, scales):
+        numbers, x = nearest_numbers(chunk.weights, chunk.scales, schema)
+        codes = humming().ops.unpack_weight(before[chunk.rows].contiguous(), schema.num_bits)
+        codes = codes.view(numbers.shape)
+        codes = torch.where(is_new[chunk.rows], codes_of(numbers, x, schema), codes).flatten(1)
+        out.flatten(0, 1)[chunk.rows] = humming().ops.pack_weight(codes, schema.num_bits)
+    return out
+
+
+def _differences(chunk: _Chunk, scales: GroupScales, numbers: torch.Tensor) -> torch.Tensor:
+    """Return weights less the decoded ones, float64 [C, G, S]."""
+    return chunk.weights.double().sub_(decode(numbers, scales))
+
+
+def decode(numbers: torch.Tensor, scales: GroupScales) -> torch.Tensor:
+    """Decode numbers of codes [C, G, S] under scales [C, G]; every product is rounded once in float32."""
+    if scales.zero is not None:
+        numbers = numbers - scales.zero.unsqueeze(-1)
+    decoded = numbers * scales.scale.unsqueeze(-1)
+    return decoded if scales.second is None else decoded.mul_(scales.second.unsqueeze(-1))
+
+
+def stored_numbers(packed: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+    """Return the numbers of packed codes, before zero point and scale: float32 [C, K] of int32 [C, K * bits / 32]."""
+    _, bits, exponent, mantissa = schema.code_type
+    codes: torch.Tensor = humming().ops.unpack_weight(packed.contiguous(), bits)
+    if schema.is_integer:
+        return (codes if schema.has_zero_point else codes.sub_(1 << (bits - 1))).float()
+    numbers: torch.Tensor = humming().ops.dequant_weight(codes, exponent, mantissa, True)
+    return numbers
+
+
+def nearest_numbers(
+    weights: torch.Tensor, scales: GroupScales, schema: WeightSchema
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of the codes that weights [C, G, S] get under scales [C, G], and the scaled weights.
+
+    Numbers are those before zero point and scale.
+    """
+    code, lowest = schema.code_type, scales.lowest()
+    above = weights if lowest is None else weights - lowest.unsqueeze(-1)
+    x = above * scales.inverse().unsqueeze(-1)
+    if code.kind == CodeKind.FLOAT:
+        return _round_float(x, code), x
+    return torch.round(x).clamp_(*code.bounds), x
+
+
+def _round_float(x: torch.Tensor, code: CodeType) -> torch.Tensor:
+    """Return the nearest small float, ties to the truncated one, saturated: as `cpu_loops.encoders`."""
+    shift, drop = 128 - (1 << (code.exponent_bits - 1)), 23 - code.mantissa_bits
+    bias, threshold_bits, threshold = shift << 23, (shift + 1) << 23, 2.0 ** (shift - 126)
+    magnitude = x.abs().clamp_(max=code.largest)
+    bits = magnitude.view(torch.int32)
+    subnormal = (magnitude + threshold).view(torch.int32).sub_(threshold_bits)
+    scaled = torch.where(bits < threshold_bits, subnormal, bits - bias)
+    rounded = ((scaled + ((1 << (drop - 1)) - 1)) >> drop) << drop
+    small = (rounded + threshold_bits).view(torch.float32).sub_(threshold)
+    is_normal = rounded >= 1 << 23
+    return torch.where(is_normal, (rounded + bias).view(torch.float32), small).copysign_(x)
+
+
+def codes_of(numbers: torch.Tensor, x: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+    """Return the codes of numbers, int32; `x` gives the sign of a small float's zero."""
+    kind, bits, exponent, mantissa = schema.code_type
+    sign_bit = 1 << (bits - 1)
+    if kind == CodeKind.ASYM_INT:
+        return numbers.int()
+    if kind == CodeKind.SYM_INT:
+        return numbers.int() + sign_bit
+    magnitude = numbers.abs()
+    if kind == CodeKind.SIGN_MAGNITUDE:
+        return magnitude.int() | ((numbers < 0).int() * sign_bit)
+    shift, drop = 128 - (1 << (exponent - 1)), 23 - mantissa
+    threshold = 2.0 ** (shift - 126)
+    subnormal = (magnitude + threshold).view(torch.int32) - ((shift + 1) << 23)
+    normal = magnitude.view(torch.int32) - (shift << 23)
+    return (torch.where(magnitude < threshold, subnormal, normal) >> drop) | (
+        torch.signbit(x).int() * sign_bit
+    )
+
+
+# --- Hadamard rotation of columns, bit-equal to Humming's `process_input` for a GEMM's inputs
+
+
+def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
+    """Rotate [..., K] in blocks of `block` columns, a power of two that divides K; the dtype and device stay.
+
+    Every run of `block` columns is multiplied by the Hadamard matrix in Sylvester's order over sqrt(block): symmetric,
+    and its own inverse. Rotated weights times rotated inputs equal the product without rotation.
+
+    Sums and differences in float32, of columns 1, 2, 4 … apart, then one product, rounded once more to the dtype where
+    that is narrower: Humming's order (process_input/hadamard.cuh), so that bits depend on nothing else. float64 is
+    rotated in float64.
+    """
+    assert block > 1
+    assert block & (block - 1) == 0
+    assert matrices.size(-1) % block == 0, (matrices.shape, block)
+    runs = matrices.reshape(-1, block)
+    out = torch.empty(runs.shape, dtype=runs.dtype, device=runs.device)
+    wide = torch.promote_types(runs.dtype, torch.float32)
+    at_once = max(1, (_CUDA_ROTATED if runs.is_cuda else _CPU_ROTATED) // block)
+    for begin in range(0, len(runs), at_once):
+        some = slice(begin, begin + at_once)
+        side_by_side = runs[some].t().to(wide, copy=True).contiguous()
+        out[some] = _rotated(side_by_side).t()
+    return out.view(matrices.shape)
+
+
+def _rotated(runs: torch.Tensor) -> torch.Tensor:
+    """Rotate float [block, runs] along its first dimension, in place; runs side by side make long loops."""
+    block, apart = len(runs), 1
+    while apart < block:
+        pairs = runs.view(block // (2 * apart), 2, apart, -1)
+        low, high = pairs[:, 0], pairs[:, 1]
+        total = low + high
+        torch.sub(low, high, out=high)
+        low.copy_(total)
+        apart *= 2
+    root = 1 / math.sqrt(block)
+    return runs.mul_(root if runs.dtype == torch.float64 else float(np.float32(root)))

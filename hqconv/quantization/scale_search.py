@@ -19,18 +19,14 @@ from typing import Protocol
 
 import torch
 
-from hqconv.quantization.group_scales import GroupScales, bits_of, rounded_scales, stored_values
+from hqconv.quantization.bit_codec import bits_of
+from hqconv.quantization.group_scales import GroupScales, rounded_scales, stored_values
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_SHRINKS = (
-    1.0,
-    0.9375,
-    0.875,
-    0.8125,
-    0.75,
-)  # of the upper and the lower end of a range with a zero point
+# Of the upper and the lower end of a range with a zero point.
+_SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
 _MARGIN = 1 - 2.0**-20
 _ROW_TYPES = ("group", "channel")  # of scales that belong to one row each
@@ -95,30 +91,27 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     kind, bits, exponent, mantissa = code = schema.code_type
     if schema.bs_dtype in _BYTES:
         largest = code.largest
-        if (
-            kind == CodeKind.FLOAT
-        ):  # the next number of twice the grid is one unit above the largest code
+        if kind == CodeKind.FLOAT:
+            # The next number of twice the grid is one unit above the largest code.
             largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
         has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
         top, no_half = _BYTES[schema.bs_dtype]
         if schema.has_row_scale and schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
             top = _HALF_POWERS[1]
-        return Ladder(
-            2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half
-        )
+        first = 2 if has_own_codes else 1
+        return Ladder(first, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
     if kind == CodeKind.FLOAT and exponent > 0:
-        return Ladder(
-            first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1))
-        )
+        up, down = range(17, 32), range(15, 7, -1)
+        return Ladder(first, tuple(i / 16 for i in up), tuple(i / 16 for i in down))
     if bits == 8:
         return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
     if bits >= 5:
         return Ladder(first, (33 / 32, 34 / 32, 35 / 32), tuple(1 - i / 64 for i in range(1, 12)))
     # Few codes for many weights leave out more of the tails.
     step = 16 if bits < 4 or schema.weight_scale_type == "channel" else 32
-    up = (17 / 16, 18 / 16, 19 / 16, 20 / 16)
-    return Ladder(first, up, tuple(1 - i / step for i in range(1, 12)))
+    larger = (17 / 16, 18 / 16, 19 / 16, 20 / 16)
+    return Ladder(first, larger, tuple(1 - i / step for i in range(1, 12)))
 
 
 def stepped(
@@ -132,11 +125,8 @@ def stepped(
         byte, magnitude = bits_of(start.stored).int(), magnitude_bytes(start.stored)
         moved = magnitude + torch.where(steps > 0, steps - 1, steps)
         exists = (moved >= 1) & (moved <= ladder.top) & (magnitude <= ladder.top)
-        stored = (
-            torch.where(exists, moved | (byte ^ magnitude), byte)
-            .to(torch.uint8)
-            .view(start.stored.dtype)
-        )
+        moved_bytes = torch.where(exists, moved | (byte ^ magnitude), byte)
+        stored = moved_bytes.to(torch.uint8).view(start.stored.dtype)
     else:
         factors = start.scale.new_tensor(ladder.factors())
         stored = (start.scale * factors[(steps + ladder.num_down).long()]).to(start.stored.dtype)
@@ -154,12 +144,9 @@ def magnitude_bytes(stored: torch.Tensor) -> torch.Tensor:
 
 def _is_usable(scales: GroupScales, start: GroupScales) -> torch.Tensor:
     """Return a mask of the scales that are neither zero, subnormal nor infinite."""
-    tiny = torch.finfo(
-        torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype
-    ).tiny
-    usable = (
-        (scales.scale.abs() >= tiny) & torch.isfinite(scales.scale) & torch.isfinite(start.scale)
-    )
+    dtype = torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype
+    usable = scales.scale.abs() >= torch.finfo(dtype).tiny
+    usable &= torch.isfinite(scales.scale) & torch.isfinite(start.scale)
     return usable if scales.zero is None else usable & torch.isfinite(scales.zero)
 
 
@@ -177,12 +164,11 @@ def nearby_scales(
     Without `start` itself, which is step 1. For a search under another measure, for which the bounds of the ladder do
     not hold. floor: as `ScaleMeter.sweep`.
     """
-    ladder, is_power = ladder_of(schema, param_dtype), start.stored.dtype == torch.float8_e8m0fnu
-    up, down = (
-        (ladder.num_up, ladder.num_down)
-        if not ladder.has_bytes
-        else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
-    )
+    ladder = ladder_of(schema, param_dtype)
+    up, down = ladder.num_up, ladder.num_down
+    if ladder.has_bytes:
+        is_power = start.stored.dtype == torch.float8_e8m0fnu
+        up, down = 1 if is_power else _NEAR_UP, _NEAR_DOWN
     for step in (*range(2, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
         if floor is not None:
@@ -263,11 +249,10 @@ def least_byte(
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
     if has_row_scale:
-        return torch.full(
-            (len(stored[0]), 1, 1), _HALF_POWERS[0], dtype=torch.int32, device=stored[0].device
-        )
-    largest = torch.stack([one.view(torch.uint8).flatten(1).amax(1) for one in stored]).amax(0)
-    return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
+        shape, device = (len(stored[0]), 1, 1), stored[0].device
+        return torch.full(shape, _HALF_POWERS[0], dtype=torch.int32, device=device)
+    maxima = [scales.view(torch.uint8).flatten(1).amax(1) for scales in stored]
+    return (torch.stack(maxima).amax(0).int() - _HALF_RANGE).view(-1, 1, 1)
 
 
 class ScaleMeter(Protocol):
@@ -324,47 +309,59 @@ def search(
     meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str
 ) -> list[SearchResult]:
     """Choose the scales of stacks, one projection each; projections that share a scale choose together."""
-    floor = least_byte(
-        [one.scales.stored for one in meters], param_dtype, has_row_scale=schema.has_row_scale
-    )
+    stored = [meter.scales.stored for meter in meters]
+    floor = least_byte(stored, param_dtype, has_row_scale=schema.has_row_scale)
     if schema.weight_scale_type != "tensor":
-        return [_choose([one], schema, param_dtype, floor) for one in meters]
+        return [_choose([meter], schema, param_dtype, floor) for meter in meters]
     return [_choose(meters, schema, param_dtype, floor)] * len(meters)
+
+
+class _Best:
+    """The best scales so far, their errors [E, R, G], and a mask of those that are not rtn's."""
+
+    def __init__(self, scales: GroupScales, error: torch.Tensor) -> None:
+        self.scales, self.error = scales, error
+        self.changed = torch.zeros_like(error, dtype=torch.bool)
+
+    def offer(self, tried: GroupScales, error: torch.Tensor, valid: torch.Tensor) -> None:
+        """Take the valid scales that lose less."""
+        wins = valid & (error < self.error)
+        self.scales = tried.where(wins, self.scales)
+        self.error = torch.where(wins, error, self.error)
+        self.changed = self.changed | wins
 
 
 def _choose(
     meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
 ) -> SearchResult:
-    first = meters[0]
-    best = first.scales
-    least = bound = scope_sums([one.start_errors() for one in meters], schema) * _MARGIN
+    start = meters[0].scales
+    bound = scope_sums([meter.start_errors() for meter in meters], schema) * _MARGIN
 
     def error_of(tried: GroupScales) -> torch.Tensor:
-        return scope_sums([one.errors(tried) for one in meters], schema)
+        return scope_sums([meter.errors(tried) for meter in meters], schema)
 
+    best = _Best(start, bound)
     if schema.has_zero_point:
-        changed = torch.zeros_like(least, dtype=torch.bool)
-        for tried, valid in _shrunk_ranges(first.scales, schema, param_dtype):
-            wins = valid & ((error := error_of(tried)) < least)
-            best, least, changed = (
-                tried.where(wins, best),
-                torch.where(wins, error, least),
-                changed | wins,
-            )
+        for tried, valid in _shrunk_ranges(start, schema, param_dtype):
+            best.offer(tried, error_of(tried), valid)
     else:
         ladder = ladder_of(schema, param_dtype)
         if schema.weight_scale_type in _ROW_TYPES:
-            steps, least = first.sweep(best, least, ladder, floor)
+            steps, best.error = meters[0].sweep(start, bound, ladder, floor)
         else:
-            steps, least = sweep_each(best, least, ladder, error_of)
-        best, changed = stepped(best, steps, ladder)
-    if best.stored.element_size() > 1:
-        best, changed = _fitted(meters, schema, best, least, changed, error_of)
-    if best.stored.dtype == torch.float8_e8m0fnu:
-        return SearchResult(best, best, changed)
-    stored = _with_gain(meters, schema, best)
-    changed = changed & (scope_sums([one.errors(best, stored) for one in meters], schema) < bound)
-    return SearchResult(best, stored.where(changed, first.scales), changed)
+            steps, best.error = sweep_each(start, bound, ladder, error_of)
+        best.scales, best.changed = stepped(start, steps, ladder)
+    if start.stored.element_size() > 1:
+        for _ in range(_NUM_FITS):
+            tried, valid = _least_squares(meters, schema, best.scales)
+            best.offer(tried, error_of(tried), valid)
+    scales, changed = best.scales, best.changed
+    if start.stored.dtype == torch.float8_e8m0fnu:
+        return SearchResult(scales, scales, changed)
+    gained = _with_gain(meters, schema, scales)
+    errors = scope_sums([meter.errors(scales, gained) for meter in meters], schema)
+    changed = changed & (errors < bound)
+    return SearchResult(scales, gained.where(changed, start), changed)
 
 
 def _with_gain(
@@ -372,11 +369,9 @@ def _with_gain(
 ) -> GroupScales:
     """Return the scales under which the codes of `scales` have <decoded, w> = <w, w>, rounded as they are stored.
 
-    Where one cannot be stored, it is that of `scales`.
+    A scale that cannot be stored is that of `scales`.
     """
-    products, _squares, powers = (
-        scope_sums(each, schema) for each in zip(*(one.fits(scales) for one in meters), strict=True)
-    )
+    products, _squares, powers = _fit_sums(meters, schema, scales)
     wanted = powers / products
     if scales.second is not None:
         wanted = wanted / scales.second.double()
@@ -385,45 +380,39 @@ def _with_gain(
     return found.where(_is_usable(found, scales), scales)
 
 
-def _fitted(
-    meters: Sequence[ScaleMeter],
-    schema: WeightSchema,
-    best: GroupScales,
-    least: torch.Tensor,
-    changed: torch.Tensor,
-    error_of: Callable[[GroupScales], torch.Tensor],
+def _least_squares(
+    meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales
 ) -> tuple[GroupScales, torch.Tensor]:
-    """Replace scales by the least-squares scale of their codes where this, rounded and with codes anew, loses less."""
-    for _ in range(_NUM_FITS):
-        sums = [one.fits(best) for one in meters]
-        products, squares, _powers = (scope_sums(each, schema) for each in zip(*sums, strict=True))
-        stored = (products / squares).float().to(best.stored.dtype)
-        tried = GroupScales(stored, stored.float(), best.zero, best.second)
-        valid = _is_usable(tried, best)
-        tried = tried.where(valid, best)
-        wins = valid & ((error := error_of(tried)) < least)
-        best, least, changed = (
-            tried.where(wins, best),
-            torch.where(wins, error, least),
-            changed | wins,
-        )
-    return best, changed
+    """Return the least-squares scales of the codes of `scales`, and a mask of the usable ones."""
+    products, squares, _powers = _fit_sums(meters, schema, scales)
+    stored = (products / squares).float().to(scales.stored.dtype)
+    found = GroupScales(stored, stored.float(), scales.zero, scales.second)
+    valid = _is_usable(found, scales)
+    return found.where(valid, scales), valid
 
 
-def scope_sums(rows: Sequence[torch.Tensor], schema: WeightSchema) -> torch.Tensor:
+def _fit_sums(
+    meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales
+) -> list[torch.Tensor]:
+    """Return the three sums of `ScaleMeter.fits` over all weights of each scale."""
+    fits = [meter.fits(scales) for meter in meters]
+    return [scope_sums(sums, schema) for sums in zip(*fits, strict=True)]
+
+
+def scope_sums(of_stacks: Sequence[torch.Tensor], schema: WeightSchema) -> torch.Tensor:
     """Return the sums [E, R, G] over all weights of each scale: folded over rows, then matrix by matrix."""
-    total = _folded_rows(rows[0], schema)
-    for one in rows[1:]:
-        total = total + _folded_rows(one, schema)
+    total, *rest = [_folded_rows(sums, schema) for sums in of_stacks]
+    for sums in rest:
+        total = total + sums
     return total
 
 
-def _folded_rows(errors: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
-    num_experts, num_rows, num_groups = errors.shape
-    if schema.weight_scale_type not in ("block", "tensor"):
-        return errors
-    block_rows = (
-        schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
-    )
-    blocks = errors.view(num_experts, num_rows // block_rows, block_rows, num_groups)
+def _folded_rows(sums: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+    num_experts, num_rows, num_groups = sums.shape
+    if schema.weight_scale_type in _ROW_TYPES:
+        return sums
+    block_rows = num_rows
+    if schema.weight_scale_type == "block":
+        block_rows = schema.weight_scale_group_size_n
+    blocks = sums.view(num_experts, num_rows // block_rows, block_rows, num_groups)
     return fold_sum(blocks.transpose(-1, -2).contiguous())

@@ -1,6 +1,6 @@
 """Triton kernel that sweeps the scales of groups: a search in registers, with one pass over the weights.
 
-The bits are those of the CPU's compiled loops (`cpu_loops.scale_loops`): weights are decoded in float32, each operation
+The bits are those of the CPU's compiled loops (`cpu_loops.encoders`): weights are decoded in float32, each operation
 is rounded once, differences are squared in float64, and terms are folded in halves.
 
 Legend: E experts, N output rows, K input columns, G groups along K.
@@ -133,7 +133,7 @@ def _sweep(
     IS_BFLOAT16: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Sweep the scales of groups in a row, as `cpu_loops.scale_loops.Searcher`; update `error` and write `steps`."""
+    """Sweep the scales of groups in a row, as `cpu_loops.encoders.Searcher`; update `error` and write `steps`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_part = part < num_groups

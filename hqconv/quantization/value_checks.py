@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import NoReturn
 
-import numpy as np
 import torch
 
-from hqconv.cpu_loops import codes as code_loops
 from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, code_table, column_groups_of, scale_values
+from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize, scale_values
 
 _deferred: ContextVar[list[torch.Tensor] | None] = ContextVar("deferred", default=None)
 
@@ -86,10 +85,9 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     """
     scale = scale_values(coded.scale)
     where = names.get("scale") or names.get("weight", "")
-    if is_any(~scale.isfinite()):
-        refuse(
-            "A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}"
-        )
+    is_infinite = ~scale.isfinite()
+    if is_any(is_infinite):
+        refuse("A scale is NaN or infinite.", where, "finite scales", _count(is_infinite))
     if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
         refuse(
             "A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0)
@@ -132,42 +130,23 @@ def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
     mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
     if mask is None:
         return
-    data = bit_codec.as_bytes(coded.packed)
-    if data.is_cuda:
-        is_bad = is_any((data & mask) == mask)
-    else:
-        is_bad = code_loops.has_code(coded.packed.numpy().view(np.uint32).reshape(-1), mask)
-    if is_bad:
+    is_bad = (bit_codec.as_bytes(coded.packed) & mask) == mask
+    if is_any(is_bad):
         refuse(
             "A quantized weight is NaN or infinite.",
             names.get("weight", ""),
             f"finite {coded.b_dtype} codes",
-            _count((data & mask) == mask),
+            _count(is_bad),
         )
 
 
 def _check_zero_scales(coded: CodedMatrix, is_zero: torch.Tensor, where: str) -> None:
     """Refuse a zero scale over nonzero codes, whose weights are lost. All-zero groups often have a zero scale."""
-    num_rows, num_columns = coded.shape
-    grid_rows = is_zero.any(1).nonzero().flatten()
-    size = coded.group_n or num_rows
-    rows = (grid_rows.unsqueeze(-1) * size + torch.arange(size, device=grid_rows.device)).flatten()
-    rows = rows[rows < num_rows]
-    codes = bit_codec.unpack(coded.packed[rows], coded.num_bits)
-    columns = column_groups_of(coded, num_columns)
-    if coded.zero_point is not None:
-        zero = coded.zero_point[rows]
-        has_value = codes != (zero if zero.size(1) == 1 else zero[:, columns])
-    else:
-        table = torch.from_numpy(code_table(coded.b_dtype, True).copy()).to(codes.device)
-        has_value = (table != 0)[codes.long()]
-    zeros = is_zero[rows // size]
-    lost = has_value & (zeros if zeros.size(1) == 1 else zeros[:, columns])
-    if bool(lost.any()):
-        row, column = (int(i) for i in lost.nonzero()[0])
+    is_lost = dequantize(replace(coded, scale=is_zero.float(), scale_2=None)) != 0
+    if bool(is_lost.any()):
         refuse(
             "A scale is zero, but its codes are not.",
             where,
             "a scale that is not zero, or codes that all mean zero",
-            f"row {int(rows[row])}, column {column} has such a code",
+            _count(is_lost),
         )

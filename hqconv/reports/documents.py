@@ -34,7 +34,7 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, size_of
 from hqconv.io.hub import Listing
-from hqconv.kernel_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -489,6 +489,8 @@ def describe_gpu(text: str) -> Document:
 
 def _runs(schema: WeightSchema, target: GpuTarget, inputs: InputSchema) -> bool:
     """Return whether a schema runs with some parameter dtype."""
+    from hqconv.kernel_layout.transform import why_not  # with torch
+
     specs = [KernelSpec(schema, dtype, target, inputs) for dtype in PARAM_DTYPES]
     return any(why_not(spec) is None and why_overflow(spec) is None for spec in specs)
 

@@ -80,7 +80,7 @@ class WeightSchema:
 
     @property
     def rotation(self) -> int:
-        """Columns of a rotated block; 0 for weights without rotation. See `hqconv.quantization.hadamard`."""
+        """Columns of a rotated block; 0 for weights without rotation. See `hqconv.quantization.quantized.rotate`."""
         return self.hadamard_block_size if self.hadamard_block_size > 1 else 0
 
     def humming_fields(self) -> dict[str, Any]:

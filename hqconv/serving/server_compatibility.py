@@ -19,7 +19,6 @@ from pathlib import Path
 
 from hqconv.artifact.rank_file import RankFile
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN, Grid
@@ -242,7 +241,9 @@ def recut(
 def _can_be_source(view: ArtifactView) -> bool:
     """Return whether `--schema source` keeps the codes of all layers, for activations that are theirs."""
     specs = {spec for layer_spec in view.layer_specs for spec in layer_spec.each}
-    is_lost = any(spec.schema.rotation or fuses_exponents(spec) for spec in specs)
+    gemms = [gemm for layer in view.layers.values() for gemm in layer.gemms.values()]
+    is_lost = any(spec.schema.rotation for spec in specs)
+    is_lost = is_lost or any(gemm.has_fused_exponents for gemm in gemms)
     return not is_lost and len({spec.inputs for spec in specs}) == 1
 
 

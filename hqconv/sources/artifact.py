@@ -17,7 +17,6 @@ from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.encoding import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat, per_projection
 from hqconv.io.hub import Listing
-from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import InputScaleTensors, MoeLayer, TensorSlice
@@ -261,7 +260,7 @@ class ArtifactSource(SafetensorsSource):
         from hqconv.formats.encoding import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-        from hqconv.quantization.hadamard import rotate
+        from hqconv.quantization.quantized import rotate
 
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(
@@ -300,10 +299,9 @@ class ArtifactSource(SafetensorsSource):
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:
     """Refuse mxfp4 for fp8 or int8 activations: its codes differ on every TP rank; the original codes are lost."""
-    if not artifact.manifest.is_kernel:
-        return
-    for layer in artifact.layers:
-        if any(map(fuses_exponents, artifact.layer_spec_of(layer).each)):
+    for layer, entry in artifact.layers.items():
+        gemms = (entry.w13, entry.w2)
+        if any(gemm is not None and gemm.has_fused_exponents for gemm in gemms):
             raise RequestError(
                 "The exponents were folded into the codes: the artifact cannot be a source.",
                 where=f"{artifact.root}: {layer}",

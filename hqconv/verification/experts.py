@@ -36,8 +36,8 @@ from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import ErrorSums, quantize_stacks
+from hqconv.quantization.quantized import rotate
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from hqconv.artifact.reader import Artifact
-from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.scales import float_values, look_up
 from hqconv.models.moe_layer import MoeLayer
@@ -31,12 +30,8 @@ _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 def folded_gemms(artifact: Artifact, layer: str) -> list[str]:
     """Return the GEMMs of a layer in whose codes exponents of the scales are fused."""
-    spec = artifact.layer_spec_of(layer)
-    return [
-        gemm
-        for gemm in names.GEMMS
-        if artifact.manifest.is_kernel and fuses_exponents(spec.of(gemm))
-    ]
+    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
+    return [gemm for gemm, entry in entries.items() if entry and entry.has_fused_exponents]
 
 
 def misread_code(artifact: Artifact, layer: str, gemm: str) -> int | None:

@@ -40,8 +40,8 @@ from hqconv.kernel_layout.kernel_sources import (
     kernel_compiler,
     standing_in,
     toolkit,
+    weight_kernels,
 )
-from hqconv.kernel_layout.weight_kernels import weight_kernels
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.serving.vllm.translation import PREQUANTIZED

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hqconv.calibration.gptq import InputProducts, quantize_by_outputs
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack
+from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.calibrated import SCHEMAS, correlated, decoded, products_of
 

@@ -124,11 +124,10 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert convert(model, tmp_path / "out", "--profile", tmp_path / "profile.json").exit_code == 0
     profile = json.loads((tmp_path / "profile.json").read_text())
     stages = profile["stages"]
-    assert list(stages) == ["open", "read", "encode", "collect", "write", "finish", "publish"]
-    for name, stage in stages.items():
-        assert (stage["tasks"] > 0) == (name != "collect")  # that is a GPU's
+    assert list(stages) == ["read", "encode", "write", "finish"]
+    for stage in stages.values():
+        assert stage["tasks"] > 0
         assert 0 <= stage["busy_seconds"] <= profile["seconds"] * stage["threads"]
-    assert 0 < profile["warm_up_seconds"] < profile["seconds"]
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
 
@@ -151,7 +150,7 @@ BAD = {
     "--cache-limit 1GB --keep-source": "exclude each other",
     "--layout checkpoint --tp 2": "unsharded",
     "--input-schema fp9": "fp8-g128",
-    "--input-schema mxfp4": "float4e2m1 activations begin with sm100",
+    "--input-schema mxfp4": "float4e2m1 activations, with bfloat16 parameters",
     "--revision main": "no revisions",
     "--max-error -1": "greater than or equal to 0",
     "-v -q": "exclude each other",

@@ -136,8 +136,8 @@ def test_other_versions_do_not_resume(
         patch.setattr(convert_module, "__version__", "99.0")
         with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
             run(src, out, "mxfp4", GRID, resume=True)
-    monkeypatch.setattr("hqconv.artifact.build.layout_fingerprint", lambda spec: "0" * 64)
-    with pytest.raises(OutputError, match="differs from this one in: structure of the manifest"):
+    monkeypatch.setattr("hqconv.artifact.build.version", lambda name: "99.0")
+    with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
         run(src, out, "mxfp4", GRID, resume=True)
 
 

@@ -16,7 +16,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe
 from hqconv.layout_decoder.values import unrotated
-from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantized import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema

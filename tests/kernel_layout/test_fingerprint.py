@@ -11,8 +11,8 @@ import torch
 from hqconv.errors import RequestError
 from hqconv.humming_ops import runtime
 from hqconv.kernel_layout import fingerprint, transform
-from hqconv.kernel_layout.compatibility import why_not
 from hqconv.kernel_layout.fingerprint import layout_fingerprint
+from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema

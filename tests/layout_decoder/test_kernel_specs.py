@@ -13,8 +13,7 @@ import torch
 
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_ops import cpu_ops
-from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.transform import kernel_form, to_kernel, why_not
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget

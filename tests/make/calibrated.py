@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hqconv.calibration.gptq import InputProducts
-from hqconv.quantization import torch_ops
+from hqconv.quantization import quantized
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.weight_schema import WeightSchema
@@ -62,8 +62,8 @@ def decoded(
     scales = type(scales)(
         scales.stored, scales.scale.repeat_interleave(repeats, 1), scales.zero, scales.second
     )
-    numbers = torch_ops.stored_numbers(stack.tensors["weight"].flatten(0, 1), schema)
-    return torch_ops.decode(numbers.view(*shape[:2], scales.scale.size(2), -1), scales).view(shape)
+    numbers = quantized.stored_numbers(stack.tensors["weight"].flatten(0, 1), schema)
+    return quantized.decode(numbers.view(*shape[:2], scales.scale.size(2), -1), scales).view(shape)
 
 
 def write_text(path: Path, count: int = 80) -> Path:

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from hqconv.kernel_layout.compatibility import why_not
 from hqconv.kernel_layout.transform import (
     kernel_form,
     layer_config,
     needs_cuda,
     packed_form,
     to_kernel,
+    why_not,
 )
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
 SCHEMAS = (
     "mxfp4",
     "nvfp4",
@@ -68,6 +72,76 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
     for index, row in enumerate(rows[:num_rows]):
         weights[index] = row
     return weights.to(dtype)
+
+
+def hard_stacks(
+    dtype: torch.dtype, num_rows: int, num_columns: int, num_experts: int = 2
+) -> list[torch.Tensor]:
+    """Gate and up of some experts."""
+    return [
+        torch.stack(
+            [hard_matrix(num_rows, num_columns, dtype, 10 * i + e) for e in range(num_experts)]
+        )
+        for i in range(2)
+    ]
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+@st.composite
+def drawn_matrices(
+    draw: st.DrawFn, count: int = 1, shape: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
+    """Matrices made of a few drawn numbers, dealt over rows of very different sizes, some of them all zero."""
+    rows, columns = shape or (draw(st.sampled_from([128, 256])), draw(st.sampled_from([128, 384])))
+    dtype = draw(st.sampled_from(SOURCES))
+    finite_bits = st.integers(-0x7BFF, 0x7BFF).map(
+        lambda bits: abs(bits) | (0x8000 if bits < 0 else 0)
+    )
+    bits = draw(st.lists(finite_bits, min_size=1, max_size=24))
+    pool = np.array(bits, np.uint16).view(np.float16).astype(np.float32)
+    spread = draw(st.integers(0, 14))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    result = []
+    for _ in range(count):
+        values = generator.choice(pool, (rows, columns))
+        noisy = generator.random((rows, 1)) < 0.5
+        values = np.where(noisy, values * generator.standard_normal((rows, columns)), values)
+        values *= np.exp2(-generator.integers(0, spread + 1, (rows, 1))) / 8
+        values[generator.random(rows) < 0.05] = 0
+        result.append(torch.from_numpy(values.astype(np.float32)).clamp(-60000, 60000).to(dtype))
+    return result
+
+
+# --- codes, by an independent decoder
+
+
+def unpack_codes(packed: torch.Tensor, bits: int) -> np.ndarray:
+    """Codes [rows, columns] from little-endian bit strings of each row."""
+    rows = np.unpackbits(packed.numpy().view(np.uint8), axis=1, bitorder="little")
+    return (rows.reshape(rows.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
+
+
+def values_of_codes(schema: WeightSchema) -> np.ndarray:
+    """The value of every symmetric code, float64; NaN and infinite fp8 codes are 0."""
+    codes = np.arange(2**schema.num_bits)
+    half = 2 ** (schema.num_bits - 1)
+    if schema.is_integer:
+        return (codes - half).astype(np.float64)
+    exponent_bits, mantissa_bits = int(schema.b_dtype[-3]), int(schema.b_dtype[-1])
+    magnitude = codes % half
+    if exponent_bits:
+        exponent, mantissa = magnitude >> mantissa_bits, magnitude % 2**mantissa_bits
+        bias = 2 ** (exponent_bits - 1) - 1
+        values = np.where(exponent > 0, 1.0, 0.0) + mantissa / 2**mantissa_bits
+        values = values * 2.0 ** (np.maximum(exponent, 1) - bias)
+    else:
+        values = magnitude.astype(np.float64)
+    if schema.b_dtype in FP8_MAX:
+        values[values > FP8_MAX[schema.b_dtype]] = 0
+    return np.where(codes >= half, -values, values)
 
 
 # Second scales above 8-bit ones, of every kind of code and scale; the first ones have recordings.

@@ -10,7 +10,7 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.layout_decoder.values import unrotated
-from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantized import rotate
 from hqconv.schemas.options import QUANTIZERS
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
@@ -36,16 +36,16 @@ def one_by_one(row: np.ndarray, block: int) -> np.ndarray:
         while apart < block:
             for low in range(block):
                 if not low & apart:
-                    one, other = row[begin + low], row[begin + low + apart]
-                    row[begin + low], row[begin + low + apart] = one + other, one - other
+                    left, right = row[begin + low], row[begin + low + apart]
+                    row[begin + low], row[begin + low + apart] = left + right, left - right
             apart *= 2
     return row * np.float32(1 / np.sqrt(np.float64(block)))
 
 
-def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors whose bytes are not equal."""
-    assert one.keys() == other.keys()
-    return [name for name in one if raw(one[name].cpu()) != raw(other[name].cpu())]
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if raw(ours[name].cpu()) != raw(theirs[name].cpu())]
 
 
 def rotated_schema(name: str, block: int) -> WeightSchema:
@@ -84,7 +84,7 @@ def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how much is rotated at once, what lies beside it, or how it lies; the source stays."""
     matrix = torch.randn(40, 1024, generator=torch.Generator().manual_seed(1))
     before, whole = matrix.clone(), rotate(matrix, 128)
-    monkeypatch.setattr("hqconv.quantization.hadamard._CPU_NUMBERS", 3 * 128)
+    monkeypatch.setattr("hqconv.quantization.quantized._CPU_ROTATED", 3 * 128)
     assert_same(rotate(matrix, 128), whole, "a few at a time")
     assert_same(rotate(matrix[7:8], 128), whole[7:8], "one row")
     assert_same(rotate(matrix.t().contiguous().t(), 128), whole, "columns first")
@@ -101,13 +101,13 @@ def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> 
     pair = [hard_matrix(128, 384, source, seed).clamp(-1e4, 1e4) for seed in (1, 2)]
     for quantizer in QUANTIZERS:
         found = quantize(pair, rotated_schema(name, 128), "bfloat16", quantizer=quantizer)
-        rotated = [rotate(one, 128) for one in pair]
+        rotated = [rotate(matrix, 128) for matrix in pair]
         expected = quantize(rotated, resolve_schema(name), "bfloat16", quantizer=quantizer)
         plain = quantize(pair, resolve_schema(name), "bfloat16", quantizer=quantizer)
-        for one, other, unlike in zip(found, expected, plain, strict=True):
-            assert not differences(one.tensors, other.tensors)
-            assert one.error_sums == other.error_sums
-            assert differences(one.tensors, unlike.tensors)
+        for ours, theirs, unlike in zip(found, expected, plain, strict=True):
+            assert not differences(ours.tensors, theirs.tensors)
+            assert ours.error_sums == theirs.error_sums
+            assert differences(ours.tensors, unlike.tensors)
 
 
 @pytest.mark.cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -17,62 +16,23 @@ from hqconv.humming_ops.runtime import humming, humming_schema, resident
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.matrices import (
+    SCHEMAS,
+    SOURCES,
+    drawn_matrices,
+    hard_matrix,
+    unpack_codes,
+    values_of_codes,
+)
 from tests.make.quantized import Quantized, quantize
 from tests.make.tensors import assert_same
 
 CPU = torch.device("cpu")
 PLAIN = [s for s in SCHEMAS if not resolve_schema(s).is_coupled]
-COUPLED = [s for s in SCHEMAS if resolve_schema(s).is_coupled]
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@st.composite
-def matrices(
-    draw: st.DrawFn, count: int = 1, shape: tuple[int, int] | None = None
-) -> list[torch.Tensor]:
-    """Matrices made of a few drawn numbers, dealt over rows of very different sizes, some of them all zero."""
-    rows, columns = shape or (draw(st.sampled_from([128, 256])), draw(st.sampled_from([128, 384])))
-    dtype = draw(st.sampled_from(SOURCES))
-    finite_bits = st.integers(-0x7BFF, 0x7BFF).map(
-        lambda bits: abs(bits) | (0x8000 if bits < 0 else 0)
-    )
-    bits = draw(st.lists(finite_bits, min_size=1, max_size=24))
-    pool = np.array(bits, np.uint16).view(np.float16).astype(np.float32)
-    spread = draw(st.integers(0, 14))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    result = []
-    for _ in range(count):
-        values = generator.choice(pool, (rows, columns))
-        noisy = generator.random((rows, 1)) < 0.5
-        values = np.where(noisy, values * generator.standard_normal((rows, columns)), values)
-        values *= np.exp2(-generator.integers(0, spread + 1, (rows, 1))) / 8
-        values[generator.random(rows) < 0.05] = 0
-        result.append(torch.from_numpy(values.astype(np.float32)).clamp(-60000, 60000).to(dtype))
-    return result
-
-
 # --- an independent decoder --------------------------------------------------------------------------------
-
-
-def unpack(words: torch.Tensor, bits: int) -> np.ndarray:
-    """Codes [rows, columns] from little-endian bit strings of each row."""
-    rows = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
-    return (rows.reshape(rows.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
-
-
-@functools.cache
-def code_values(b_dtype: str) -> np.ndarray:
-    """What every code of a float type means, in float64: IEEE-like, without infinities."""
-    exponent_bits, mantissa_bits = int(b_dtype[-3]), int(b_dtype[-1])
-    codes = np.arange(2 ** (1 + exponent_bits + mantissa_bits))
-    mantissa = codes & (2**mantissa_bits - 1)
-    exponent = (codes >> mantissa_bits) & (2**exponent_bits - 1)
-    bias = 2 ** (exponent_bits - 1) - 1
-    fraction = np.where(exponent > 0, 1, 0) + mantissa / 2**mantissa_bits
-    sign = np.where(codes >> (exponent_bits + mantissa_bits), -1.0, 1.0)
-    return np.asarray(sign * fraction * 2.0 ** (np.maximum(exponent, 1) - bias))
 
 
 def spread_over(small: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -84,7 +44,7 @@ def spread_over(small: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray:
     """float32 (code - zero) * scale * scale_2, computed without Humming and without hqconv."""
-    codes = unpack(tensors["weight"], schema.num_bits)
+    codes = unpack_codes(tensors["weight"], schema.num_bits)
     scale = tensors["weight_scale"].float().numpy()
     scale_2 = (
         tensors["weight_scale_2"].numpy() if "weight_scale_2" in tensors else np.ones(1, np.float32)
@@ -96,12 +56,12 @@ def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray
         if schema.is_fp_zero_point:
             zero = tensors["zero_point"].float().numpy()
         elif schema.has_zero_point:
-            zero = unpack(tensors["zero_point"].t().contiguous(), schema.num_bits).T.astype(
+            zero = unpack_codes(tensors["zero_point"].t().contiguous(), schema.num_bits).T.astype(
                 np.float32
             )
         values = values - spread_over(zero, codes.shape)
     else:
-        values = code_values(schema.b_dtype)[codes].astype(np.float32)
+        values = values_of_codes(schema)[codes].astype(np.float32)
     with np.errstate(all="ignore"):
         return (
             values
@@ -139,7 +99,7 @@ def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) ->
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLAIN)
 @few
-@given(given_matrices=matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))
+@given(given_matrices=drawn_matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))
 def test_quantize_is_hummings_quant_tensor(
     name: str, given_matrices: list[torch.Tensor], param_dtype: str
 ) -> None:
@@ -155,31 +115,26 @@ def test_quantize_is_hummings_quant_tensor(
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_hard_rows(name: str, source: torch.dtype) -> None:
     schema = resolve_schema(name)
     matrix = hard_matrix(128, 384, source, 3)
     [result] = quantize([matrix], schema, "bfloat16")
-    theirs = humming_quant_tensor(matrix, schema, "bfloat16")
-    for key, value in theirs.items():
-        assert_same(result.tensors[key], value, key)
     check_sums(matrix, result, schema)
+    if not schema.is_coupled:
+        for key, value in humming_quant_tensor(matrix, schema, "bfloat16").items():
+            assert_same(result.tensors[key], value, key)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
     schema = resolve_schema(name)
-    mine, other = (
-        hard_matrix(128, 256, torch.bfloat16, 1),
-        hard_matrix(128, 256, torch.bfloat16, 2) * 50,
-    )
-    [alone] = quantize([mine], schema, "bfloat16")
-    for pair, index in (([mine, other], 0), ([other, mine], 1)):
+    matrix = hard_matrix(128, 256, torch.bfloat16, 1)
+    partner = hard_matrix(128, 256, torch.bfloat16, 2) * 50
+    [alone] = quantize([matrix], schema, "bfloat16")
+    for pair, index in (([matrix, partner], 0), ([partner, matrix], 1)):
         result = quantize(pair, schema, "bfloat16")[index]
-        assert (result.error_sums.error.hex(), result.error_sums.power.hex()) == (
-            alone.error_sums.error.hex(),
-            alone.error_sums.power.hex(),
-        )
+        assert repr(result.error_sums) == repr(alone.error_sums)  # NaN too
         for key, value in alone.tensors.items():
             assert_same(result.tensors[key], value, key)
 
@@ -189,15 +144,15 @@ def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
 
 @few
 @given(
-    pair=matrices(count=2, shape=(32, 128)), param_dtype=st.sampled_from(["bfloat16", "float16"])
+    pair=drawn_matrices(count=2, shape=(32, 128)),
+    param_dtype=st.sampled_from(["bfloat16", "float16"]),
 )
 def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor], param_dtype: str) -> None:
     """One scale for gate and up; each code is the nearest to the float32 quotient, but below the least normal number.
 
     There Humming has the quotient as a float32 subnormal, with 2**-23 of that number as its resolution.
     """
-    values = code_values("float8e4m3")
-    values = np.where(np.isin(np.arange(256), (127, 255)), 0.0, values)  # NaN
+    values = values_of_codes(resolve_schema("fp8-tensor"))
     scale = np.float32(max(1e-30, *(m.abs().max().item() for m in pair)) / np.float32(448))
     for matrix, result in zip(
         pair, quantize(pair, resolve_schema("fp8-tensor"), param_dtype), strict=True
@@ -207,21 +162,13 @@ def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor], param_dtyp
             (matrix.float().numpy() * (np.float32(1) / scale)).astype(np.float64), -448, 448
         )
         x = np.where(np.abs(x) < 2.0**-6, np.round(x * 2.0**29) / 2.0**29, x)
-        distance = np.abs(values[unpack(result.tensors["weight"], 8)] - x)
+        distance = np.abs(values[unpack_codes(result.tensors["weight"], 8)] - x)
         ladder = np.unique(values)
         place = np.clip(np.searchsorted(ladder, x), 1, len(ladder) - 1)
         np.testing.assert_array_equal(
             distance, np.minimum(np.abs(ladder[place] - x), np.abs(ladder[place - 1] - x))
         )
         check_sums(matrix, result, resolve_schema("fp8-tensor"))
-
-
-@pytest.mark.parametrize("name", COUPLED)
-@pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_sums_of_coupled_schemas_on_hard_rows(name: str, source: torch.dtype) -> None:
-    pair = [hard_matrix(64, 128, source, i) for i in (1, 2)]
-    for matrix, result in zip(pair, quantize(pair, resolve_schema(name), "bfloat16"), strict=True):
-        check_sums(matrix, result, resolve_schema(name))
 
 
 # --- every schema ------------------------------------------------------------------------------------------
@@ -264,14 +211,13 @@ def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: st
         and 0 < schema.weight_scale_group_size <= 128
     )
     dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
-    reference, *others = (
+    expected, *results = (
         quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes
     )
-    for other in others:
-        ours, theirs = other.error_sums, reference.error_sums
-        assert (ours.error, ours.power) == (theirs.error, theirs.power)
-        for key, value in reference.tensors.items():
-            assert_same(other.tensors[key], value, key)
+    for result in results:
+        assert repr(result.error_sums) == repr(expected.error_sums)
+        for key, value in expected.tensors.items():
+            assert_same(result.tensors[key], value, key)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

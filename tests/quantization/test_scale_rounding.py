@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-from hqconv.quantization.kept_codes import _sums_of_rows, _sums_of_tensors, round_to_param_dtype
+from hqconv.quantization.kept_codes import round_to_param_dtype
 from hqconv.quantization.value_checks import deferring_checks
 from tests.make.coded import Draw, cases
 from tests.make.effort import num_examples
@@ -112,15 +112,11 @@ def roundable() -> list[str]:
 
 
 @pytest.mark.parametrize("name", roundable())
-def test_the_error_is_that_of_the_decoded_weights_on_every_device(name: str) -> None:
-    """By rows as on the CPU, and by tensors as on a GPU: the same bits, and what the weights say."""
+def test_the_error_is_that_of_the_decoded_weights(name: str) -> None:
     coded = next(case for case in cases() if case.name == name).coded()
     wide = replace(coded, scale=coded.scale.float() * (1 + 2.0**-9 + 2.0**-13))
     rounded = round_to_param_dtype(wide, "bfloat16", {})
     assert torch.equal(rounded.coded.scale, wide.scale.to(torch.bfloat16))
-    by_rows, by_tensors = (of(wide, rounded.coded) for of in (_sums_of_rows, _sums_of_tensors))
-    assert torch.equal(torch.stack(by_rows), torch.stack(by_tensors))
-    assert torch.equal(torch.stack(by_rows), rounded.sums[:2])
     weights = dequantize(wide).double()
     scale = wide.scale.to(torch.bfloat16).double() / wide.scale.double()
     assert rounded.sums[1].item() == pytest.approx(float(weights.square().sum()), rel=1e-12)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,17 +17,24 @@ from hypothesis import strategies as st
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.planning.layer_encoding import SEARCH_VERSION
-from hqconv.quantization import cpu, cuda, scale_search
+from hqconv.quantization import scale_search
 from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
 from hqconv.quantization.scale_search import Ladder, search, sweep_each
 from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.make.calibrated import correlated
 from tests.make.effort import num_examples
-from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
-from tests.make.tensors import assert_same, same_bits
+from tests.make.matrices import (
+    RARE_SCHEMAS,
+    SCHEMAS,
+    any_schema,
+    drawn_matrices,
+    gaussian,
+    hard_stacks,
+)
+from tests.make.quantized import assert_gpu_recipe_agrees
+from tests.make.tensors import assert_same
 
 CPU = torch.device("cpu")
 ALL = (*SCHEMAS, *RARE_SCHEMAS)
@@ -67,32 +73,6 @@ SEARCHED = (
 )
 
 
-def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gate and up of two experts."""
-    return [
-        torch.stack([hard_matrix(*SHAPE, dtype, 7 * i + e) for e in range(2)]) for i in range(2)
-    ]
-
-
-def plain_matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
-
-
-Decoder = Callable[[torch.Tensor, WeightSchema], list[QuantizedStack]]
-
-
-@pytest.fixture
-def no_gain_of() -> Decoder:
-    """Return a search that stores the scales that codes are chosen under."""
-
-    def quantize(stack: torch.Tensor, schema: WeightSchema) -> list[QuantizedStack]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scale_search, "_with_gain", lambda meters, schema, scales: scales)
-            return quantize_stacks([stack], schema, "bfloat16", quantizer=MSE)
-
-    return quantize
-
-
 def decoded(stack: QuantizedStack, schema: WeightSchema) -> np.ndarray:
     """By Humming's own code, which `test_quantize` holds to a decoder of its own."""
     with resident(CPU):
@@ -105,8 +85,8 @@ def scope_errors(
     """What is lost under each scale, summed by numpy in its own order: [E, R, G] of each stack, or of all."""
     rows, columns = schema.scale_group()
     every = []
-    for stack, one in zip(stacks, done, strict=True):
-        squares = (stack.double().numpy() - decoded(one, schema)) ** 2
+    for stack, result in zip(stacks, done, strict=True):
+        squares = (stack.double().numpy() - decoded(result, schema)) ** 2
         e, n, k = squares.shape
         r, c = rows or n, columns or k
         every.append(squares.reshape(e, n // r, r, k // c, c).sum((2, 4)))
@@ -138,48 +118,17 @@ def assert_never_worse(stacks: list[torch.Tensor], schema: WeightSchema, param_d
                 assert torch.isfinite(after.tensors[name].float()).all()
 
 
-@st.composite
-def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Gate and up of a few drawn numbers, rows of very different sizes: zeros, subnormals, huge ones, outliers."""
-    dtype = draw(st.sampled_from(SOURCES))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    info = torch.finfo(dtype)
-    extremes = [
-        0.0,
-        info.max * 0.99,
-        info.smallest_normal,
-        info.smallest_normal / 8,
-        1.0,
-        1e-3,
-        448.0,
-    ]
-    pool = draw(
-        st.lists(st.sampled_from(extremes) | st.floats(-8, 8, width=16), min_size=1, max_size=12)
-    )
-    result = []
-    for _ in range(2):
-        values = generator.choice(np.array(pool), (1, 128, 256)) * generator.choice(
-            [-1.0, 1.0], (1, 128, 256)
-        )
-        noise = generator.standard_t(4, (1, 128, 256)) * np.exp2(
-            generator.integers(-30, 8, (1, 128, 1))
-        )
-        values = np.where(generator.random((1, 128, 1)) < 0.6, noise, values)
-        outlier = generator.random((1, 128, 256)) < 0.002
-        values = np.where(outlier, values * draw(st.sampled_from([1, 30, 1e4])), values)
-        values[:, generator.random(128) < 0.05] = 0
-        result.append(torch.from_numpy(values).clamp(-info.max, info.max).to(dtype))
-    return result
-
-
 @pytest.mark.full
 @settings(
     max_examples=num_examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-@given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]))
+@given(
+    drawn_matrices(2, (128, 256)), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"])
+)
 def test_no_scale_loses_more_than_round_to_nearest(
-    stacks: list[torch.Tensor], name: str, param_dtype: str
+    pair: list[torch.Tensor], name: str, param_dtype: str
 ) -> None:
+    stacks = [matrix.unsqueeze(0) for matrix in pair]
     assert_never_worse(stacks, any_schema(name), param_dtype)
 
 
@@ -187,8 +136,8 @@ def test_no_scale_loses_more_than_round_to_nearest(
 @pytest.mark.parametrize("name", [*SEARCHED, "int4-g32-e4m3", "fp4-g32-e8m0-row"])
 def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) -> None:
     schema = any_schema(name)
-    assert_never_worse(hard_stacks(torch.bfloat16), schema, "bfloat16")
-    stacks = [plain_matrix(1, 128, 512, seed=seed) for seed in range(2)]
+    assert_never_worse(hard_stacks(torch.bfloat16, *SHAPE), schema, "bfloat16")
+    stacks = [gaussian(1, 128, 512, seed=seed) for seed in range(2)]
     plain, best = (quantize_stacks(stacks, schema, "bfloat16", quantizer=q) for q in (RTN, MSE))
     gain = 1 - sum(float(s.error) for s in best) / sum(float(s.error) for s in plain)
     least = {
@@ -204,38 +153,27 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", ALL)
-def test_the_search_for_gpus_chooses_what_the_loops_choose(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels.
 
     Every other schema has float16 parameters and a float32 source.
     """
-    is_other = bool([*ALL].index(name) % 2)
-    param_dtype, dtype = ("float16", torch.float32) if is_other else ("bfloat16", torch.bfloat16)
+    param_dtype, dtype = ("bfloat16", torch.bfloat16)
+    if [*ALL].index(name) % 2:
+        param_dtype, dtype = ("float16", torch.float32)
     schema = any_schema(name)
     rows = SHAPE[0] if schema.weight_scale_type == "block" else 32  # with every hard row
-    stacks = [stack[:, :rows].contiguous() for stack in hard_stacks(dtype)]
-    loops = cpu.quantize_stacks(stacks, schema, param_dtype, None, True, MSE)
-    with resident(CPU):
-        recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, True, MSE)
-    for ours, theirs in zip(loops, recipe, strict=True):
-        for key, tensor in ours.tensors.items():
-            assert_same(theirs.tensors[key], tensor, key)
-        assert same_bits(ours.error, theirs.error)
+    stacks = [stack[:, :rows].contiguous() for stack in hard_stacks(dtype, *SHAPE)]
+    assert_gpu_recipe_agrees(stacks, schema, param_dtype, MSE)
 
 
 def test_scales_that_are_all_rounded_to_zero_are_found_by_both() -> None:
     """The first step, the scale itself, exists nowhere then; larger ones do."""
-    schema, stacks = any_schema("uint4-e4m3"), [plain_matrix(1, 32, 256) / 16]
-    [plain] = cpu.quantize_stacks(stacks, schema, "bfloat16", None, False, RTN)
+    schema, stacks = any_schema("uint4-e4m3"), [gaussian(1, 32, 256) / 16]
+    [plain] = quantize_stacks(stacks, schema, "bfloat16")
     assert not plain.tensors["weight_scale"].float().any()
-    [loops] = cpu.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
-    with resident(CPU):
-        [recipe] = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
-    assert loops.tensors["weight_scale"].float().any()
-    for key, tensor in loops.tensors.items():
-        assert_same(recipe.tensors[key], tensor, key)
+    [best] = assert_gpu_recipe_agrees(stacks, schema, "bfloat16", MSE)
+    assert best.tensors["weight_scale"].float().any()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +190,7 @@ def test_what_is_exact_keeps_its_bytes(name: str) -> None:
         numbers[..., ::16] = -half
     else:
         largest = {"float4e2m1": 6.0, "float8e4m3": 448.0, "float6e3m2": 28.0}[schema.b_dtype]
-        numbers = (plain_matrix(1, 128, 256) * 50).sign() * largest
+        numbers = (gaussian(1, 128, 256) * 50).sign() * largest
         numbers[..., 1::2] /= 4
     stack = (
         numbers * 2.0**-6 * (448 if name == "nvfp4" else 1)
@@ -267,7 +205,7 @@ def test_e8m0_scales_stay_in_what_float16_leaves_of_them() -> None:
     """Humming cuts the range to 30 powers of two; a scale below would be raised, and its weights with it."""
     schema = resolve_schema("mxfp4")
     rows = torch.exp2(torch.linspace(0, -40, 128)).view(1, 128, 1)
-    stack = plain_matrix(1, 128, 256) * 60 * rows
+    stack = gaussian(1, 128, 256) * 60 * rows
     for param_dtype, reaches in (("bfloat16", True), ("float16", False)):
         plain, best = (
             quantize_stacks([stack], schema, param_dtype, quantizer=q)[0]
@@ -306,12 +244,12 @@ def scales_to_try(name: str, stored: float) -> list[float]:
     """All scales that can be stored, and for a wider scale the multiples that are tried."""
     if name == "int4-g32":
         multiples = [*(1 - i / 32 for i in range(12)), 17 / 16, 18 / 16, 19 / 16, 20 / 16]
-        return [rounded_bfloat16(np.float32(stored) * np.float32(one)) for one in multiples]
+        return [rounded_bfloat16(np.float32(stored) * np.float32(m)) for m in multiples]
     if name == "mxfp4":
         return [2.0**power for power in range(-126, 100)]
     dtype = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
     table = torch.arange(1, 127, dtype=torch.uint8).view(dtype).double()
-    return [float(np.copysign(one, stored)) for one in table[torch.isfinite(table)].tolist()]
+    return [float(np.copysign(s, stored)) for s in table[torch.isfinite(table)].tolist()]
 
 
 def hard_groups(size: int) -> torch.Tensor:
@@ -359,13 +297,9 @@ class GivenErrors:
     """A meter of one group with errors as said, of one candidate after the other, and fits of 1.5."""
 
     def __init__(self, scales: GroupScales, errors: tuple[float, ...]) -> None:
-        self.scales, self.given, self.tried, self.gain, self.with_gain = (
-            scales,
-            errors,
-            list[GroupScales](),
-            1.0,
-            0.9,
-        )
+        self.scales, self.given = scales, errors
+        self.tried: list[GroupScales] = []
+        self.gain, self.with_gain = 1.0, 0.9
 
     def start_errors(self) -> torch.Tensor:
         return torch.ones(1, 1, 1, dtype=torch.float64)
@@ -423,8 +357,8 @@ def test_a_scale_is_kept_if_it_loses_less_with_its_gain_too(
     gain: float, with_gain: float, stored: float
 ) -> None:
     """Rtn's scale is 1 and loses 1; the fitted one, 1.5, loses 0.5 before the gain."""
-    schema, one = resolve_schema("int8-g128"), torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
-    meter = GivenErrors(GroupScales(one, one.float(), None, None), (2.0,) * 5 + (0.5,) * 2)
+    schema, scale = resolve_schema("int8-g128"), torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
+    meter = GivenErrors(GroupScales(scale, scale.float(), None, None), (2.0,) * 5 + (0.5,) * 2)
     meter.gain, meter.with_gain = gain * 1.5, with_gain
     [found] = search([meter], schema, "bfloat16")
     assert float(found.stored.scale) == stored
@@ -444,54 +378,29 @@ def in_groups(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     ],
 )
 def test_the_gain_of_each_group_is_kept_with_its_codes(
-    name: str, tolerance: float, share: float, no_gain_of: Decoder
+    name: str, tolerance: float, share: float
 ) -> None:
     """As near to 1 as a stored scale can be; of a matrix nearer than without: e4m3 has few steps.
 
     But for groups that rtn loses less in.
     """
-    schema, stack = any_schema(name), plain_matrix(1, 128, 512)
-    [plain], [done] = (
-        quantize_stacks([stack], schema, "bfloat16", quantizer=q) for q in (RTN, MSE)
-    )
+    schema, stack = any_schema(name), gaussian(1, 128, 512)
+    results = [quantize_stacks([stack], schema, "bfloat16", quantizer=q) for q in (RTN, MSE)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale_search, "_with_gain", lambda meters, schema, scales: scales)
+        results.append(quantize_stacks([stack], schema, "bfloat16", quantizer=MSE))
     weights = in_groups(stack, schema)
     values = [
-        in_groups(torch.from_numpy(decoded(one, schema)).view_as(stack), schema)
-        for one in (plain, done, *no_gain_of(stack, schema))
+        in_groups(torch.from_numpy(decoded(result, schema)).view_as(stack), schema)
+        for [result] in results
     ]
     is_rtn = (values[1] == values[0]).all(3)
-    gains = [(one * weights).sum(3) / weights.square().sum(3) - 1 for one in values]
+    gains = [(value * weights).sum(3) / weights.square().sum(3) - 1 for value in values]
     assert is_rtn.double().mean() < 0.35
     assert gains[1][~is_rtn].abs().max() <= tolerance
     power = weights.square().sum(3)
-    of_matrix = [abs(float((one * power).sum() / power.sum())) for one in gains]
+    of_matrix = [abs(float((gain * power).sum() / power.sum())) for gain in gains]
     assert of_matrix[1] < share * of_matrix[2]
-
-
-@pytest.mark.parametrize("name", ["int2-g32-zp", "int2-g64", "int3-g64", "int3-g32-e4m3", "int3-c"])
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "large columns"])
-def test_outputs_of_few_bits_lose_no_more_than_by_rounding(name: str, kind: str) -> None:
-    """By inputs whose columns depend on each other: the error of outputs, and what the outputs lose in size."""
-    schema, weights = any_schema(name), plain_matrix(1, 128, 256)
-    if kind == "heavy":
-        weights = torch.from_numpy(
-            np.random.default_rng(2).standard_t(4, (1, 128, 256)) * 0.02
-        ).float()
-    if kind == "large columns":
-        weights[..., ::64] *= 20
-    x = correlated(600, 256, 3).double()
-    wanted, each = x @ weights[0].double().t(), []
-    for quantizer in (RTN, MSE):
-        [done] = quantize_stacks([weights], schema, "bfloat16", quantizer=quantizer)
-        given = x @ torch.from_numpy(decoded(done, schema)).view(128, 256).t()
-        each.append(
-            (
-                float((given - wanted).square().sum()),
-                float((given * wanted).sum() / wanted.square().sum()),
-            )
-        )
-    assert each[1][0] <= each[0][0] * 1.005  # no group's weights lose more, but inputs weigh them
-    assert abs(each[1][1] - 1) < abs(each[0][1] - 1) + 0.03
 
 
 def fixed_stacks() -> list[torch.Tensor]:
@@ -510,11 +419,8 @@ def test_what_the_search_finds_is_that_of_its_version() -> None:
     digest = hashlib.sha256()
     for name in SEARCHED:
         for param_dtype in ("bfloat16", "float16"):
-            for one in quantize_stacks(
-                fixed_stacks(), any_schema(name), param_dtype, quantizer=MSE
-            ):
-                for part in sorted(one.tensors):
-                    digest.update(
-                        one.tensors[part].contiguous().view(torch.uint8).numpy().tobytes()
-                    )
+            stacks = fixed_stacks()
+            for result in quantize_stacks(stacks, any_schema(name), param_dtype, quantizer=MSE):
+                for _, tensor in sorted(result.tensors.items()):
+                    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest() == RESULTS[SEARCH_VERSION]

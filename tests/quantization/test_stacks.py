@@ -8,39 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import RequestError
-from hqconv.humming_ops.runtime import resident
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
-from hqconv.quantization import cpu, cuda
+from hqconv.quantization import quantize
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
-from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
-from tests.make.tensors import assert_same, same_bits, with_one_nan
+from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_stacks
+from tests.make.quantized import assert_gpu_recipe_agrees, assert_same_stacks
+from tests.make.tensors import assert_same
 
 SHAPE = (128, 384)
 NUM_EXPERTS = 3
-
-
-def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gate and up of three experts."""
-    return [
-        torch.stack([hard_matrix(*SHAPE, dtype, 10 * i + e) for e in range(NUM_EXPERTS)])
-        for i in range(2)
-    ]
-
-
-def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for name, tensor in ours.tensors.items():
-        assert_same(tensor, theirs.tensors[name], name)
-    for name in ("error", "power", "num_exact"):
-        assert same_bits(*(with_one_nan(getattr(one, name)) for one in (ours, theirs))), name
-    assert ours.num_groups == theirs.num_groups
 
 
 @pytest.mark.sampled(12)
@@ -56,10 +38,8 @@ def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
 )
 def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
     """Every expert is quantized as if alone, whatever threads run parts of its loops."""
-    schema, stacks = (
-        any_schema(name),
-        hard_stacks(torch.bfloat16 if len(name) % 2 else torch.float32),
-    )
+    schema, dtype = any_schema(name), torch.bfloat16 if len(name) % 2 else torch.float32
+    stacks = hard_stacks(dtype, *SHAPE, NUM_EXPERTS)
 
     def done(some: list[torch.Tensor]) -> list[QuantizedStack]:
         return quantize_stacks(some, schema, "bfloat16", count_exact=True, quantizer=quantizer)
@@ -71,8 +51,8 @@ def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
     finally:
         Helpers(0).use(0)
         helpers.stop()
-    for one, parts in zip(whole, in_parts, strict=True):
-        assert_same_stacks(parts, one)
+    for ours, theirs in zip(in_parts, whole, strict=True):
+        assert_same_stacks(ours, theirs)
     for e in range(NUM_EXPERTS):
         for stack, alone in zip(whole, done([s[e : e + 1] for s in stacks]), strict=True):
             of_expert = {key: tensor[e : e + 1] for key, tensor in stack.tensors.items()}
@@ -84,14 +64,8 @@ def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> None:
-    """Humming's schema code and torch's operations over the twins, against the compiled loops."""
-    schema, stacks = resolve_schema(name), hard_stacks(torch.bfloat16)
-    with resident(torch.device("cpu")):
-        recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, count_exact=True)
-    for ours, theirs in zip(
-        cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True
-    ):
-        assert_same_stacks(ours, theirs)
+    stacks = hard_stacks(torch.bfloat16, *SHAPE, NUM_EXPERTS)
+    assert_gpu_recipe_agrees(stacks, resolve_schema(name), param_dtype, RTN)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +74,9 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
 def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> None:
     schema = resolve_schema(name)
     # One expert's scales leave float16's range and need a second scale, the others' do not.
-    stack = hard_stacks(torch.bfloat16)[0] * torch.tensor([1.0, 2.0**-24, 1.0]).bfloat16().view(
-        -1, 1, 1
-    )
+    stack = hard_stacks(torch.bfloat16, *SHAPE, NUM_EXPERTS)[0] * torch.tensor(
+        [1.0, 2.0**-24, 1.0]
+    ).bfloat16().view(-1, 1, 1)
     [quantized] = quantize_stacks([stack], schema, param_dtype)
     form = kernel_form(*SHAPE, kernel_spec_of(schema, param_dtype, 90))
     whole = to_kernel(form, quantized.tensors)
@@ -116,7 +90,7 @@ def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> No
 
 
 def test_a_swapped_expert_is_seen() -> None:
-    schema, stacks = resolve_schema("nvfp4"), hard_stacks(torch.bfloat16)
+    schema, stacks = resolve_schema("nvfp4"), hard_stacks(torch.bfloat16, *SHAPE, NUM_EXPERTS)
     [right, _] = quantize_stacks(stacks, schema, "bfloat16")
     [wrong, _] = quantize_stacks([s[[1, 0, 2]] for s in stacks], schema, "bfloat16")
     with pytest.raises(AssertionError):
@@ -129,8 +103,8 @@ def test_without_a_c_compiler_there_is_an_error_that_says_so(
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(cuda, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
+    monkeypatch.setattr(quantize, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
     with pytest.raises(RequestError) as info:
-        cuda.check_kernels(torch.device("cpu"))
+        quantize.check_kernels(torch.device("cpu"))
     assert info.value.found.startswith("RuntimeError: Failed to find C compiler")
     assert "--device cpu" in str(info.value)

@@ -17,7 +17,7 @@ SCRIPT = """
 import sys
 import torch
 from hqconv.humming_ops.runtime import resident
-from hqconv.quantization import cuda, torch_ops, triton_sweep
+from hqconv.quantization import quantize, quantized, triton_sweep
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.scale_search import ladder_of, least_byte
@@ -39,12 +39,12 @@ for case in sys.argv[1 : -1 if is_broken else None]:
     start, ladder = scales_of(done.tensors, schema), ladder_of(schema, param_dtype)
     assert triton_sweep.can_sweep(schema)
     with resident(torch.device("cpu")):
-        least = torch_ops.row_errors(stack, start, done.tensors["weight"], schema) * (1 - 2.0**-20)
+        least = quantized.row_errors(stack, start, done.tensors["weight"], schema) * (1 - 2.0**-20)
         floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
         ours = triton_sweep.sweep(stack, start, least, ladder, floor, schema)
         if is_broken:
             stack[1] *= 1.5
-        meter = cuda._Meter(stack, done.tensors, schema)
+        meter = quantize._Meter(stack, done.tensors, schema)
         theirs = meter.sweep(start, least, ladder, floor)
     print(case, *(same(*pair) for pair in zip(ours, theirs)))
 """

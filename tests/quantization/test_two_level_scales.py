@@ -11,17 +11,21 @@ import torch
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.decode import bits_of, decode_packed
 from hqconv.layout_decoder.values import decoded_weights
-from hqconv.quantization import cpu, cuda
 from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.make.matrices import hard_matrix
+from tests.make.matrices import (
+    FP8_MAX,
+    gaussian,
+    hard_matrix,
+    hard_stacks,
+    unpack_codes,
+    values_of_codes,
+)
 from tests.make.quant_weight import quant_weight
-from tests.make.quantized import quantize
+from tests.make.quantized import assert_gpu_recipe_agrees, quantize
 from tests.make.tensors import assert_same, same_bits, with_one_nan
 
 CPU = torch.device("cpu")
@@ -44,11 +48,6 @@ SCHEMAS = {
     **{name: resolve_schema(name) for name in ("nvfp4", *NAMES)},
     **{schema.name: schema for schema in E0M},
 }
-FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
-
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
 def is_row_of_powers(schema: WeightSchema) -> bool:
@@ -56,26 +55,6 @@ def is_row_of_powers(schema: WeightSchema) -> bool:
 
 
 # --- an independent recipe ---------------------------------------------------------------------------------
-
-
-def values_of_codes(schema: WeightSchema) -> np.ndarray:
-    """The value of every code, float64; NaN and infinite fp8 codes are 0."""
-    codes = np.arange(2**schema.num_bits)
-    half = 2 ** (schema.num_bits - 1)
-    if schema.is_integer:
-        return (codes - half).astype(np.float64)
-    exponent_bits, mantissa_bits = int(schema.b_dtype[-3]), int(schema.b_dtype[-1])
-    magnitude = codes % half
-    if exponent_bits:
-        exponent, mantissa = magnitude >> mantissa_bits, magnitude % 2**mantissa_bits
-        bias = 2 ** (exponent_bits - 1) - 1
-        values = np.where(exponent > 0, 1.0, 0.0) + mantissa / 2**mantissa_bits
-        values = values * 2.0 ** (np.maximum(exponent, 1) - bias)
-    else:
-        values = magnitude.astype(np.float64)
-    if schema.b_dtype in FP8_MAX:
-        values[values > FP8_MAX[schema.b_dtype]] = 0
-    return np.where(codes >= half, -values, values)
 
 
 def expected_unrounded(matrix: torch.Tensor, schema: WeightSchema) -> np.ndarray:
@@ -159,8 +138,7 @@ def check_codes(
     matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema
 ) -> None:
     """Every code is the nearest of all codes under the stored scales, but for a float32's rounding."""
-    rows = np.unpackbits(tensors["weight"].numpy().view(np.uint8), axis=1, bitorder="little")
-    codes = (rows.reshape(len(rows), -1, schema.num_bits) << np.arange(schema.num_bits)).sum(2)
+    codes = unpack_codes(tensors["weight"], schema.num_bits)
     size = schema.weight_scale_group_size
     scale = tensors["weight_scale"].float().numpy() * tensors[
         "weight_scale_2"
@@ -226,42 +204,21 @@ def test_gate_and_up_share_a_tensors_second_scale() -> None:
 # --- one result --------------------------------------------------------------------------------------------
 
 
-def stacks_of(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gate and up of two experts."""
-    return [
-        torch.stack([hard_matrix(64, 256, dtype, 7 * i + e) for e in range(2)]) for i in range(2)
-    ]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations."""
     schema, number = SCHEMAS[name], [*SCHEMAS].index(name)
     dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
     for param in PARAMS:
-        stacks = stacks_of(dtype)
-        loops = cpu.quantize_stacks(stacks, schema, param, None, True, RTN)
-        with resident(CPU):
-            recipe = cuda.quantize_stacks(stacks, schema, param, None, True, RTN)
-        for ours, theirs in zip(loops, recipe, strict=True):
-            for key, tensor in ours.tensors.items():
-                assert_same(theirs.tensors[key], tensor, f"{key}, {param}")
-            assert same_bits(ours.error, theirs.error)
+        stacks = hard_stacks(dtype, 64, 256)
+        assert_gpu_recipe_agrees(stacks, schema, param, RTN)
 
 
 def test_where_32_bit_integers_overflow_codes_are_the_kernels() -> None:
     """Scales of float16 reach 2**30 here, and weights 2**128."""
-    schema, stacks = (
-        SCHEMAS["int8-g32-e8m0-row"],
-        [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)],
-    )
-    [loops] = cpu.quantize_stacks(stacks, schema, "float16", None, False, RTN)
-    with resident(CPU):
-        [recipe] = cuda.quantize_stacks(stacks, schema, "float16", None, False, RTN)
-    assert_same(loops.tensors["weight"], recipe.tensors["weight"], "codes")
+    stacks = [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)]
+    assert_gpu_recipe_agrees(stacks, SCHEMAS["int8-g32-e8m0-row"], "float16", RTN)
 
 
 @pytest.mark.sampled(3)
@@ -269,7 +226,7 @@ def test_where_32_bit_integers_overflow_codes_are_the_kernels() -> None:
 def test_three_decoders_agree(name: str) -> None:
     """Humming's own, the independent one of `verify`, and the sums of the quantizer."""
     schema = SCHEMAS[name]
-    [stack] = stacks_of(torch.bfloat16)[:1]
+    [stack] = hard_stacks(torch.bfloat16, 64, 256)[:1]
     for param in PARAMS:
         [done] = quantize_stacks([stack], schema, param)
         with resident(CPU):
@@ -284,30 +241,14 @@ def test_three_decoders_agree(name: str) -> None:
         )  # infinite in float16
 
 
-def errors(
-    stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema, weights: torch.Tensor
-) -> float:
-    with resident(CPU):
-        decoded = humming_schema(schema).dequant_tensors(dict(done.tensors)).double()
-    return float((((stack.double() - decoded) ** 2) * weights).sum())
-
-
 @pytest.mark.parametrize(
     ("name", "param"), [("int3-g64-e5m2-row", "float16"), ("fp4-g32-e8m0-row", "bfloat16")]
 )
-def test_a_search_and_rotation_go_with_them(name: str, param: str) -> None:
-    """A search keeps the second scale, and loses no more than round-to-nearest; rotated weights are quantized so."""
+def test_a_search_keeps_the_second_scale(name: str, param: str) -> None:
     schema, stack = resolve_schema(name), gaussian(1, 64, 256, seed=4)
     plain, best = (quantize_stacks([stack], schema, param, quantizer=q)[0] for q in (RTN, MSE))
     assert_same(best.tensors["weight_scale_2"], plain.tensors["weight_scale_2"], "second scales")
     assert float(best.error) < float(plain.error)
-    turned = WeightSchema(
-        **{**schema.humming_fields(), "name": "turned", "hadamard_block_size": 64}
-    )
-    [found] = quantize_stacks([stack], turned, param, quantizer=MSE)
-    [expected] = quantize_stacks([rotate(stack, 64)], schema, param, quantizer=MSE)
-    for key, tensor in expected.tensors.items():
-        assert_same(found.tensors[key], tensor, key)
 
 
 def test_powers_of_rows_are_exact_where_they_can_be() -> None:
@@ -334,7 +275,7 @@ def test_powers_of_rows_are_exact_where_they_can_be() -> None:
 def test_a_search_keeps_to_the_powers_of_float16(name: str) -> None:
     """A power of two beyond 2**15 or below 2**-14 is another number in the kernel."""
     for done in quantize_stacks(
-        stacks_of(torch.float32), resolve_schema(name), "float16", quantizer=MSE
+        hard_stacks(torch.float32, 64, 256), resolve_schema(name), "float16", quantizer=MSE
     ):
         powers = done.tensors["weight_scale"].view(torch.uint8)
         assert powers.min() == 127 - 14
@@ -361,7 +302,7 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
     """Every kind of code and of scale. Dtypes take turns."""
     schema, turn = SCHEMAS[name], [*SCHEMAS].index(name)
     dtype, param = ((torch.bfloat16, "bfloat16"), (torch.float32, "float16"))[turn // 2 % 2]
-    stacks = stacks_of(dtype)
+    stacks = hard_stacks(dtype, 64, 256)
     here = quantize_stacks(stacks, schema, param, quantizer=MSE)
     there = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=MSE)
     for ours, theirs in zip(here, there, strict=True):

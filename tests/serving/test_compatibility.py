@@ -246,7 +246,13 @@ def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its
     other = replace(plain, layers={**plain.layers, name: of_inputs(layer, INPUT_PRESETS["int8"])})
     assert recut(other).startswith("`hqconv convert original -o ")
     assert " --config RECIPE " in recut(other)
-    folded = recut(of_kind(view, inputs=INPUT_PRESETS["fp8"]))
+    fused = of_kind(view, inputs=INPUT_PRESETS["fp8"])
+    gemms = {
+        gemm: replace(entry, flags={**entry.flags, "use_fused_e8m0_scale": True})
+        for gemm, entry in layer.gemms.items()
+    }
+    layers = {**fused.layers, name: replace(fused.layers[name], gemms=gemms)}
+    folded = recut(replace(fused, layers=layers))
     assert folded.startswith("`hqconv convert original -o ")
     assert " --schema mxfp4 --input-schema fp8 " in folded
 

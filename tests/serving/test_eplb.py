@@ -32,7 +32,7 @@ from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.encoding import resized
-from hqconv.kernel_layout.compatibility import config_entries, why_not
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.kernel_layout.transform import kernel_form, why_not
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import GROUPS, Grid, tp_slices
@@ -38,9 +38,9 @@ LAYER = "model.layers.0.mlp.experts"
 SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": 2 * INNER, "num_experts": NUM_EXPERTS}
 _STATIC = InputSchema("fp8-static", "float8e4m3", input_quant_mode="static_tensor")
 QUANTIZED = {  # what a LayerConfig says of activations, on GPUs that run them
-    name: config_entries(
-        KernelSpec(resolve_schema(schema), "bfloat16", GpuTarget(sm_version), inputs)
-    )
+    name: kernel_form(
+        256, 512, KernelSpec(resolve_schema(schema), "bfloat16", GpuTarget(sm_version), inputs)
+    ).config
     for name, inputs, schema, sm_version in (
         *(
             (name, INPUT_PRESETS[name], "int4-c", 89)
