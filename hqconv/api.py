@@ -41,8 +41,8 @@ from hqconv.schemas.options import (
     RunOptions,
     refuse_unknown_checks,
     split_options,
+    with_recipe,
 )
-from hqconv.schemas.recipe import with_recipe
 from hqconv.sources.opening import open_source, parse_source_name, pinned_name, without_gc
 
 if TYPE_CHECKING:
@@ -563,8 +563,8 @@ def _published(
     repo: str, branch: str | None, planned: ConversionPlan, source: Source, *, private: bool
 ) -> tuple[Manifest, str, dict[str, Any] | None] | None:
     """Return manifest, commit and evaluation of the planned artifact in a repo; None if the repo does not hold it."""
+    from hqconv.conversion.convert import why_not_current
     from hqconv.conversion.push import published_artifact
-    from hqconv.conversion.update import why_not_current
 
     published = published_artifact(repo, branch, private=private)
     if published is None or why_not_current(source, planned, None, published[0]):

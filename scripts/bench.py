@@ -104,7 +104,7 @@ def load(job: Found) -> Found:
     from hqconv.artifact.rank_file import RankFile
     from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller
     from hqconv.io.safetensors_header import read_header
-    from hqconv.schemas.dtypes import torch_dtype
+    from hqconv.schemas.tensors import torch_dtype
 
     device = torch.device(job["options"]["device"])
     files = []

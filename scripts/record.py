@@ -59,10 +59,10 @@ from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.kernel_layout.transform import why_not
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.options import MSE, RTN
+from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards

@@ -73,7 +73,7 @@ INDEPENDENT = {
 # Libraries that only some modules may import at all.
 ONLY_IN = {
     "humming": ("hqconv.humming_ops", "hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
-    "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
+    "numba": ("hqconv.jit", "hqconv.cpu_loops.codes"),
     "huggingface_hub": ("hqconv.io.hub",),
     "vllm": (
         "hqconv.serving.vllm.config",
@@ -120,7 +120,11 @@ LIGHT = (
     *("hqconv.gguf.header", "hqconv.gguf.source", "hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.server_compatibility"),
     *("hqconv.artifact.rank_file", "hqconv.serving.vllm.translation"),
-    *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.refusals"),
+    *(
+        "hqconv.serving.vllm.plugin",
+        "hqconv.serving.vllm.tuning",
+        "hqconv.serving.vllm.translation",
+    ),
     *("hqconv.warm.gpus", "hqconv.warm.kernel_store"),
     *("hqconv.conversion.option_values", "hqconv.conversion.stages"),
     "hqconv.conversion.resources",

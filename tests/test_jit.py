@@ -15,7 +15,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from hqconv.cpu_loops import encoders
 from hqconv.jit import CacheFile
-from hqconv.schemas.dtypes import CodeType, parse_code_type
+from hqconv.schemas.tensors import CodeType, parse_code_type
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -112,7 +112,7 @@ ONE = """
 import sys
 import numpy as np
 from hqconv.cpu_loops import encoders
-from hqconv.schemas.dtypes import parse_code_type
+from hqconv.schemas.tensors import parse_code_type
 
 def errors(name):
     code = parse_code_type(name)

@@ -24,7 +24,7 @@ from hqconv.artifact.manifest import (
     TensorAccounting,
 )
 from hqconv.io.durable_files import FileRecord
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
+from hqconv.kernel_layout.transform import layout_fingerprint
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit

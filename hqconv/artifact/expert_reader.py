@@ -29,9 +29,8 @@ from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
 from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.grid import tp_slices
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, num_bits
 from hqconv.schemas.weight_schema import WeightSchema
 
 TENSOR_OF = {  # field of a DecodedStack → tensor of a file

@@ -17,15 +17,13 @@ from hqconv.artifact.tensor_filler import check_digests as check_digests_of
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.formats.encoding import resized
-from hqconv.io.host_buffers import host_buffer
-from hqconv.io.pipeline import pipeline
+from hqconv.io.pipeline import host_buffer, pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config
-from hqconv.layout_decoder.decode import DecodedStack
+from hqconv.layout_decoder.decode import DecodedStack, decoded_weights, unrotated
 from hqconv.layout_decoder.scales import float_values
-from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.tensors import code_of
 
 _NUM_THREADS = 8
 # Decoded at once: of a GPU 256 MiB of float32, and a few times as much during decoding; on the CPU one expert.

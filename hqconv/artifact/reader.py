@@ -26,11 +26,10 @@ from hqconv.planning.output_units import gemm_shapes
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.tensors import TensorRef, TensorSpec, num_bits
 from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:

@@ -18,10 +18,8 @@ import torch
 from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.errors import VerificationError
 from hqconv.io.file_access import fill
-from hqconv.io.host_buffers import host_buffer
-from hqconv.io.pipeline import pipeline
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.io.pipeline import host_buffer, pipeline
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 
 # Measured on an H200 with 16 processors: 8 threads read 21 GB/s, 16 threads 40, 32 threads 33; pieces of 4 MB 17,
 # of 16 MB 40, of 64 MB 39.

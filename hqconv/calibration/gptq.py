@@ -563,7 +563,7 @@ def _round(
     scales: of C candidates, [C, E, N, 1], or [1, E, N, S] for each column. factor: upper triangular, [1 or E, S, S].
     """
     if target.is_cuda:
-        from hqconv.calibration.triton_round import round_columns  # loads Triton
+        from hqconv.quantization.triton_sweep import round_columns  # loads Triton
 
         return _RoundedColumns(*round_columns(target, scales, factor, schema))
     num_experts, num_rows, num_columns = target.shape

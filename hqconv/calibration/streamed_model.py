@@ -33,9 +33,8 @@ from hqconv.calibration.transformers_model import config_of, model_class, quanti
 from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.models.source_protocol import Source, read_tensor
-from hqconv.quantization.value_checks import not_finite
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.quantization.coded_matrix import not_finite
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 
 _ROOT = ""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})

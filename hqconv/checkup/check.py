@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.checkup.diagnosis import ORDERED, Comparison, compare, tangent_of
 from hqconv.checkup.findings import (
     CheckFinding,
     MatrixPlace,
@@ -27,25 +26,28 @@ from hqconv.checkup.findings import (
     value_findings,
 )
 from hqconv.checkup.matrices import (
+    ORDERED,
     Arrangement,
+    Comparison,
     Facts,
     Float32Vector,
     Matrix,
     arrangement,
     arrangement_faults,
+    compare,
     decoded,
     facts_of,
     own_faults,
+    tangent_of,
 )
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.io.pipeline import pipeline
 from hqconv.models.config_facts import is_draft
-from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.options import refuse_unknown_layers

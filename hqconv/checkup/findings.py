@@ -19,7 +19,7 @@ from hqconv.models.tensor_names import decoder_layer, is_router
 from hqconv.planning.checks import check_matrix_scales
 from hqconv.planning.notices import source_notices
 from hqconv.schemas.artifact_names import text_config
-from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import FLOATS
 
 _MAX_BYTES = 64 << 20  # of a tensor beside the experts that is read
 _NORM = re.compile(r"\w*norm\w*\.(?:weight|bias)")

@@ -16,11 +16,10 @@ import typer
 from hqconv.cli.output import discard_stdout, logged, one_message, print_json, say, warn
 from hqconv.errors import RequestError
 from hqconv.io.durable_files import FileKind, output_file
-from hqconv.schemas.options import ConversionArguments, RunOptions, plain_type
-from hqconv.schemas.recipe import parse_runs
+from hqconv.schemas.options import ConversionArguments, RunOptions, parse_runs, plain_type
 
 if TYPE_CHECKING:
-    from hqconv.cli.progress_bar import ShownProgress
+    from hqconv.cli.render import ShownProgress
     from hqconv.planning.plan import ConversionPlan
 
 _FILES = {
@@ -89,7 +88,7 @@ class Screen:
 
     def progress(self) -> ShownProgress:
         """Return a progress display, a context manager."""
-        from hqconv.cli.progress_bar import ShownProgress
+        from hqconv.cli.render import ShownProgress
 
         return ShownProgress(quiet=self._quiet)
 

@@ -16,8 +16,7 @@ from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.plan import ConversionPlan
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 
 InputScales = Mapping[str, float]  # GEMM → scale, a float32
 

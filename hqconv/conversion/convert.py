@@ -1,4 +1,7 @@
-"""Convert a source to an artifact: validate, plan the staging, run the output units, finish and seal the folder."""
+"""Convert a source to an artifact: validate, plan the staging, run the output units, finish and seal the folder.
+
+`--update` recognizes a finished artifact that the same request would make of the same source again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from hqconv.artifact.build import (
 )
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.expected import ExpectedArtifact
-from hqconv.artifact.manifest import json_bytes, sealed
+from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.calibration.streamed_model import Stream
@@ -38,9 +41,9 @@ from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_sha
 from hqconv.conversion.output_folder import OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress, StageProfile
-from hqconv.conversion.update import expected_of, why_not_current
 from hqconv.errors import RequestError, plural
-from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
+from hqconv.io.durable_files import FileRecord, check_space, copy_whole, size_of, write_whole
+from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
@@ -48,6 +51,7 @@ from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.quantize import check_kernels
 from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import CONFIG, MANIFEST, SUMS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
 from hqconv.sources.opening import frozen_objects, without_gc
@@ -542,3 +546,50 @@ def write_sidecar_files(
     for name, document in documents.items():
         written.append(write_whole(root, name, json_bytes(document)))
     return written
+
+
+def expected_of(source: Source, plan: ConversionPlan) -> ExpectedArtifact:
+    """Return the documents and files of the artifact that a plan gives."""
+    return ExpectedArtifact.of(Origin.of(source), plan.experts, plan.spec, plan.units)
+
+
+def why_not_current(
+    source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest
+) -> str:
+    """Return why the artifact at `out` is to be made anew; "" if this request and source would give it again.
+
+    out: None for a complete artifact elsewhere, of which only the manifest is here.
+    """
+    expected = expected_of(source, plan)
+    difference = expected.difference(manifest)
+    if difference is not None:
+        return f"{difference.key} differs: {difference.found} is now {difference.expected}"
+    planned = {*plan.paths} - {SUMS, MANIFEST, *plan.made_files}
+    if planned != manifest.files.keys() - set(plan.made_files):
+        return "the source has other files beside its weights"
+    if out is not None:
+        missing = manifest.missing_files(lambda name: size_of(out / name))
+        if missing:
+            return f"{missing[0]} is missing or has another size"
+    if manifest.alteration is not None:
+        return "the manifest was altered"
+    if hashlib.sha256(json_bytes(expected.config)).hexdigest() != manifest.files[CONFIG].sha256:
+        return f"{CONFIG} of the source has other bytes"
+    return _why_not_same_bytes(source, plan, manifest)
+
+
+def _why_not_same_bytes(source: Source, plan: ConversionPlan, manifest: Manifest) -> str:
+    """Return why the source's bytes are not known to be those of the conversion; names and headers are the same."""
+    if source.repo_id is not None:  # the commit is the same
+        return ""
+    digests = {name: manifest.files[name].sha256 for name in plan.other_files}
+    for file in manifest.source.files:
+        if file.sha256 is None:
+            return (
+                "the artifact has no digests of the source's files, which --source-digests records"
+            )
+        digests[file.name] = file.sha256
+    for name, sha256 in digests.items():
+        if sha256_of(source.root / name) != sha256:
+            return f"{name} of the source has other bytes"
+    return ""

@@ -17,27 +17,30 @@ from hqconv.calibration.inputs import ExpertActivations
 from hqconv.errors import InputError
 from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.formats.source_format import DIRECT_ROUNDED
-from hqconv.models.expert_bytes import RawExperts
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.moe_layer import MoeLayer, RawExperts
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
 from hqconv.quantization.coded_matrix import (
     CodedMatrix,
+    deferring_checks,
     filled,
     group_order,
+    is_any,
+    not_finite,
     with_rows,
     with_sorted_columns,
 )
-from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import (
     ErrorSums,
     QuantizedStack,
     decoded,
+    express,
     join_stacks,
+    round_to_param_dtype,
+    share_scale,
     stack_direct,
 )
-from hqconv.quantization.value_checks import deferring_checks, is_any, not_finite
-from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.tensors import torch_dtype_of
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
 

@@ -14,10 +14,8 @@ import torch
 
 from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
-from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.kernel_layout.transform import to_kernel
-from hqconv.models.expert_bytes import RawExperts, RawLayout
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
+from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.quantize import ErrorSums

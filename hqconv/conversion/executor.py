@@ -36,13 +36,12 @@ from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.resources import Resources, Staging
 from hqconv.conversion.stages import Meter, Stage, StageProfile, Stages
-from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError, plural
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.file_access import open_limit
-from hqconv.io.host_buffers import HostBuffers
-from hqconv.io.pipeline import one_torch_thread
-from hqconv.models.expert_bytes import RawExperts
+from hqconv.io.pipeline import HostBuffers, one_torch_thread
+from hqconv.jit import Helpers
+from hqconv.models.moe_layer import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.schemas.tensors import TensorRef

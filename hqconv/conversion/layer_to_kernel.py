@@ -14,18 +14,15 @@ from hqconv.artifact.load import RankGemm
 from hqconv.conversion.encode import DeferredCheckError, LayerEncoder
 from hqconv.errors import RequestError, first_few
 from hqconv.formats.encoding import SourceMatrix
-from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.kernel_layout.transform import to_kernel
-from hqconv.models.expert_bytes import RawExperts, RawLayout
+from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
 from hqconv.models.expert_map import map_experts
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
 from hqconv.planning.checks import check_request
 from hqconv.planning.output_units import MoeLayerPlan, kernel_unit
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.artifact_names import KERNEL
-from hqconv.schemas.dtypes import code_of_torch, is_stored, torch_dtype
 from hqconv.schemas.gpu_target import parse_target
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, code_of_torch, is_stored, torch_dtype
 from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.sources.safetensors import decoded_expert
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError, plural
-from hqconv.models.expert_bytes import RawLayout
+from hqconv.models.moe_layer import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.schemas.options import GPTQ
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import (
+from hqconv.cpu_loops.codes import (
     MAGNITUDE,
     SIGN,
     bits_of,
@@ -20,13 +20,13 @@ from hqconv.cpu_loops.arithmetic import (
     fold_squares,
     fold_sum,
     group_range,
+    pack_row,
     source_bits,
     u32,
     u64,
 )
-from hqconv.cpu_loops.codes import pack_row
 from hqconv.jit import Function, compiled, inlined
-from hqconv.schemas.dtypes import CodeKind
+from hqconv.schemas.tensors import CodeKind
 
 _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers
 

@@ -49,7 +49,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.artifact_names import EVALUATION
 from hqconv.sources.opening import open_source
-from hqconv.verification.source_files import other_source
+from hqconv.verification.files import other_source
 
 _LOG = logging.getLogger(__name__)
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."

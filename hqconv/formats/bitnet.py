@@ -20,7 +20,7 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.quant_config import ModuleRule, always, quant_method, skipped_names
 from hqconv.formats.source_format import SourceFormat
-from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import FLOATS
 
 KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm rms_norm_eps")
 
@@ -70,7 +70,7 @@ class BitNet(Encoding):
         import torch
 
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.value_checks import is_any
+        from hqconv.quantization.coded_matrix import is_any
 
         stored = matrix["weight"].contiguous()
         scale = matrix.multiplier("scale").reshape(1, 1)

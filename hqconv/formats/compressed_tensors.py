@@ -33,7 +33,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.tensors import FLOATS
 
 if TYPE_CHECKING:
     import torch

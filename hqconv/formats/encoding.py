@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, TypeVar
 from hqconv import formats
 from hqconv.errors import InputError
 from hqconv.formats.source_format import FLOAT, SourceFormat
-from hqconv.schemas.dtypes import FLOATS, humming_name
-from hqconv.schemas.tensors import TensorSpec
+from hqconv.schemas.tensors import FLOATS, TensorSpec, humming_name
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +129,7 @@ class StoredMatrix:
         self, part: str, what: str, expected: object, found: object, *remedy: str
     ) -> NoReturn:
         """Raise InputError about the values of a part."""
-        from hqconv.quantization.value_checks import refuse
+        from hqconv.quantization.coded_matrix import refuse
 
         refuse(what, self.names.get(part, ""), expected, found, *remedy)
 
@@ -144,7 +143,7 @@ class StoredMatrix:
         values: torch.Tensor | None = None,
     ) -> None:
         """Raise InputError about the first bad value of a part. values: of the same shape, if not as stored."""
-        from hqconv.quantization.value_checks import is_any
+        from hqconv.quantization.coded_matrix import is_any
 
         if is_any(is_bad):
             values = self[part] if values is None else values
@@ -196,8 +195,7 @@ class StoredMatrix:
         """
         import torch
 
-        from hqconv.quantization.coded_matrix import CodedMatrix
-        from hqconv.quantization.value_checks import checked
+        from hqconv.quantization.coded_matrix import CodedMatrix, checked
 
         fmt, grid = self.fmt, self.scale_grid(scale)
         if scale_2 is not None and scale_2.numel() == 1 and grid.element_size() == 1:

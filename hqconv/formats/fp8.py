@@ -1,6 +1,7 @@
-"""fp8: the methods `fp8` (transformers, DeepSeek, MiniMax, MiMo) and `fbgemm_fp8`, and the encoding of fp8 weights.
+"""fp8: the methods `fp8` (transformers, DeepSeek, MiniMax, MiMo), `fbgemm_fp8` and `w4afp8`, and their encodings.
 
-Legend: N output rows, K input columns.
+`w4afp8`, as SGLang and vLLM serve it, has int4 experts in a model of fp8 blocks.
+Legend: N output rows, K input columns, G groups along K.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import ANY, SourceFormat
-from hqconv.schemas.dtypes import FLOATS, humming_name
+from hqconv.schemas.tensors import FLOATS, humming_name
 
 # DeepSeek's names of code types, and torch's, which MiniMax writes.
 _CODE_DTYPES = {
@@ -218,3 +219,59 @@ class Fp8(Encoding):
             expected = "ue8m0 scales: powers of two"
             matrix.refuse_where(mantissa != 0.5, "scale", "A scale is no power of two.", expected)
         return matrix.coded(matrix.int32_words(), scale)
+
+
+_BLOCK = (128, 128)
+_W4AFP8_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+W4AFP8_KEYS = Keys(
+    "group_size weight_block_size ignored_layers modules_to_not_convert ignore "
+    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo"
+)
+
+
+@quant_method("w4afp8", keys=W4AFP8_KEYS)
+def parse_w4afp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
+    """Parse w4afp8: int4 in groups of 128 for routed experts, fp8 in blocks for the rest.
+
+    Source: W4AFP8Config of vllm, model_executor/layers/quantization/w4afp8.py, and W4AFp8Config of sglang,
+    srt/layers/quantization/w4afp8.py.
+    """
+    if config.has("weight_block_size") and config.pair("weight_block_size") != _BLOCK:
+        raise config.unsupported("weight_block_size", list(_BLOCK))
+    size = config.integer("group_size", 128, 128, default=128)
+    int4 = SourceFormat(
+        "w4afp8 int4", "int4_pairs", "uint4", "", 1, size, static_inputs="float8e4m3"
+    )
+    dense = SourceFormat("w4afp8 fp8", "fp8", "float8e4m3", "", *_BLOCK)
+    skipped = skipped_names(config, "ignored_layers", "modules_to_not_convert", "ignore")
+    return [skipped, when(lambda module: ".experts." in f".{module}.", int4), always(dense)]
+
+
+@register_encoding
+class Int4Pairs(Encoding):
+    """int4 codes (two's complement), two to a byte [N, K / 2], the first in the low bits; scales [N, G] multiply.
+
+    Source: `_convert_signed_int4_to_uint4b8` of vllm, model_executor/layers/quantization/w4afp8.py, and
+    `pack_int4_values_to_int8` of sglang, sgl-kernel/tests/test_cutlass_w4a8_moe_mm.py, whose reference multiplies.
+    """
+
+    name = "int4_pairs"
+    part_names = _W4AFP8_SCALE_NAMES
+    b_dtype = "uint4"
+
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(fmt.group_k)
+        return [
+            StoredTensor("weight", ("weight",), ("I8", "U8"), ((n, k // 2),)),
+            StoredTensor("scale", _W4AFP8_SCALE_NAMES, FLOATS, ((n, k // fmt.group_k),)),
+        ]
+
+    def decode(self, matrix: StoredMatrix) -> Decoded:
+        """Turn two's complement into offset binary."""
+        import torch
+
+        from hqconv.quantization import bit_codec
+
+        packed = bit_codec.as_words(matrix["weight"].contiguous().view(torch.uint8) ^ 0x88)
+        return matrix.coded(packed, matrix["scale"])

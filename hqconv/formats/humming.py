@@ -31,7 +31,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import SourceFormat, per_projection
-from hqconv.schemas.dtypes import FLOATS, code_bits
+from hqconv.schemas.tensors import FLOATS, code_bits
 from hqconv.schemas.weight_schema import WeightSchema
 
 # Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.

@@ -34,7 +34,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.dtypes import FLOATS, code_bits
+from hqconv.schemas.tensors import FLOATS, code_bits
 
 if TYPE_CHECKING:
     import torch

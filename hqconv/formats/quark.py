@@ -32,7 +32,7 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.quant_config import Matcher, ModuleRule, always, globbed_in, quant_method, when
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.dtypes import FLOATS, code_bits
+from hqconv.schemas.tensors import FLOATS, code_bits
 
 if TYPE_CHECKING:
     import torch

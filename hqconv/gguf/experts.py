@@ -19,8 +19,7 @@ from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.models.tensor_names import decoder_layer, is_router
-from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import FLOATS, TensorRef
 
 STACKS = {
     "ffn_gate_exps": ("w1",),

@@ -16,8 +16,7 @@ import torch
 
 from hqconv.gguf.header import Value, library
 from hqconv.models.source_protocol import ReferenceTensor
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -29,9 +29,8 @@ from hqconv.gguf.model import (
 from hqconv.io import checkpoint_files
 from hqconv.io.checkpoint_files import SidecarFiles, has_tokenizer
 from hqconv.io.hub import Listing
-from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.moe_layer import MoeLayer, RawExperts
 from hqconv.models.source_protocol import SourceFile, SourceReference
 from hqconv.models.tensor_names import looks_like_expert
 from hqconv.schemas.artifact_names import CONFIG

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import codes as code_loops
-from hqconv.cpu_loops.arithmetic import u64
-from hqconv.cpu_loops.codes import unpack_row
-from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.jit import compiled
+from hqconv.cpu_loops.codes import u64, unpack_row
+from hqconv.jit import compiled, in_parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

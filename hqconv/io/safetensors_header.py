@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError
-from hqconv.schemas.dtypes import DTYPES, num_bits
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import DTYPES, TensorRef, num_bits
 
 MAX_HEADER_BYTES = 100_000_000  # the library's MAX_HEADER_SIZE
 LENGTH_BYTES = 8

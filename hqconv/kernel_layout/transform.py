@@ -1,25 +1,41 @@
-"""Kernel layout by Humming: its transform of a rank's slice, and its shapes and LayerConfig for planning.
+"""Kernel layout by Humming: slices of ranks, their transform, its shapes for planning, and its fingerprint.
 
 Everything here is per expert: no layout mixes experts, so a stack of E experts in kernel form is the concatenation of
 its experts in kernel form. (Integer scales would, `use_int_weight_scale`; no schema here asks for them.)
+
+The fingerprint is the digest of the kernel tensors that the installed Humming makes of a small matrix. Two versions of
+Humming with the same fingerprint lay weights out alike, so that an artifact of one runs with the other. The matrix is
+the same for every caller, and no two of its words, scales or zero points within a repetition are equal.
+Legend: E experts, N output rows, K input columns, I intermediate size. w1 and w3 are cut along N, w2 along K; `w13` is
+`[w1; w3]`, gate first, never interleaved (w3 alone where the family has no gate).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hqconv.humming_ops.runtime import humming, humming_schema, planning, resident, target_facts
-from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
+from hqconv.humming_ops.runtime import (
+    has_twins,
+    humming,
+    humming_schema,
+    planning,
+    resident,
+    target_facts,
+)
+from hqconv.quantization.bit_codec import bits_of, join
 from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.grid import TpSlice
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
-from hqconv.schemas.tensors import TensorSpec
-from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.schemas.tensors import TensorSpec, code_of_torch, torch_dtype_of
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, resolve_schema
 
 PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 _COMMON = (
@@ -261,4 +277,142 @@ def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]
     return {
         name: TensorSpec(name, code_of_torch(tensor.dtype), tuple(tensor.shape[1:]))
         for name, tensor in tensors.items()
+    }
+
+
+_SHAPE = (PAD_N, 4 * PAD_K)  # of the matrix: whole tiles of every kernel and groups of every schema
+_ODD = 0x9E3779B1  # multiples of an odd number visit every word of 32 bits
+_WORD = 1 << 32
+# Number of a value's first pattern, and of its distinct patterns, by the type of a scale: all finite and positive.
+_PATTERNS = {
+    torch.float8_e8m0fnu: (120, 14),  # 2^-7 to 2^6: Humming's fused exponents keep a range of 16
+    torch.float8_e4m3fn: (8, 112),
+    torch.float8_e5m2: (8, 112),
+    torch.float16: (0x3000, 0x1800),
+    torch.bfloat16: (0x3E00, 0x0300),
+    torch.float32: (0x3F000000, 0x01000000),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@functools.cache
+def layout_fingerprint(spec: KernelSpec, device: str | None = None) -> str:
+    """Return 64 hexadecimal digits: the SHA-256 of the kernel tensors of the small matrix, with their names and shapes.
+
+    device: None is the CPU, or the GPU where the CPU cannot stand in for this Humming's kernels. Takes milliseconds on
+    a CPU. Raises RequestError where neither can lay out.
+    """
+    device = device or ("cpu" if has_twins() or not torch.cuda.is_available() else "cuda")
+    attributes = packed_attributes(
+        *_SHAPE, spec.schema, spec.param_dtype, has_bias=False, num_experts=1
+    )
+    packed = {
+        name: values(attribute["shape"], attribute["dtype"]).to(device)
+        for name, attribute in attributes.items()
+    }
+    return digest(to_kernel(kernel_form(*_SHAPE, spec), packed))
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors with their names, dtypes and shapes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the matrix: words that differ, or the patterns of a float's type in turn."""
+    numbers = torch.arange(math.prod(shape), dtype=torch.int64)
+    if dtype == torch.int32:
+        bits: Any = (numbers * _ODD) % _WORD
+        return torch.where(bits >= _WORD // 2, bits - _WORD, bits).to(torch.int32).reshape(shape)
+    first, count = _PATTERNS[dtype]
+    return (first + numbers % count).to(_INTEGERS[dtype.itemsize]).view(dtype).reshape(shape)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def gemm_tensors(
+    projections: Mapping[str, Tensors], schema: LayerSchema, part: TpSlice
+) -> dict[str, Tensors]:
+    """Cut packed tensors [E, …] of w13 and w2 for one TP rank.
+
+    `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
+    where the family has one; `part` is the rank's part of I. The w2 bias is on TP rank 0 and zero elsewhere, since
+    ranks are summed.
+    """
+    tp_rank, begin, end, share = part
+    roles = [role for role in ("w1", "w3") if role in projections]
+    upper = [_cut_rows(projections[role], begin, end) for role in roles]
+    down = _cut_columns(projections["w2"], schema.of("w2"), begin, end)
+    if end - begin < share:
+        upper = [_pad(tensors, schema.of("w13"), 1, end - begin, share) for tensors in upper]
+        down = _pad(down, schema.of("w2"), 2, end - begin, share)
+    if "bias" in down and tp_rank > 0:
+        down["bias"] = torch.zeros_like(down["bias"])
+    return {
+        "w13": _join_rows(upper),
+        "w2": {name: tensor.contiguous() for name, tensor in down.items()},
+    }
+
+
+def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
+    num_rows = tensors["weight"].size(1)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 1:  # a tensor-level scale
+            return tensor
+        # Rows of packed zero points and of scale blocks stand for several rows of the matrix each.
+        length = tensor.size(1)
+        return tensor[:, begin * length // num_rows : end * length // num_rows]
+
+    return {name: cut(tensor) for name, tensor in tensors.items()}
+
+
+def _cut_columns(tensors: Tensors, schema: WeightSchema, begin: int, end: int) -> Tensors:
+    num_columns = tensors["weight"].size(2) * 32 // schema.num_bits
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_per_row = name != "weight" and schema.weight_scale_group_size == 0
+        # A bias, a tensor-level or a channel-level scale or zero point.
+        if tensor.ndim < 3 or is_per_row:
+            return tensor
+        length = tensor.size(2)
+        return tensor[:, :, begin * length // num_columns : end * length // num_columns]
+
+    return {name: cut(name, tensor) for name, tensor in tensors.items()}
+
+
+def _pad(tensors: Tensors, schema: WeightSchema, axis: int, size: int, share: int) -> Tensors:
+    """Fill the last rank's slice up to its share: with rows that give 0, and columns that only meet such rows.
+
+    Zero bits do, but for e8m0 scales: their zero bits are a power of two so small that float16's range would have
+    to be split for it, so those are repeated. The zero codes below them are 0 whatever the scale.
+    """
+
+    def pad(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_per_row = axis == 2 and name != "weight" and schema.weight_scale_group_size == 0
+        if is_per_row or tensor.ndim <= axis:
+            return tensor
+        num_filled = tensor.size(axis)
+        length = num_filled * share // size
+        bits = bits_of(tensor)
+        padded = bits.new_zeros((*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]))
+        padded.narrow(axis, 0, num_filled).copy_(bits)
+        if tensor.dtype == torch.float8_e8m0fnu:
+            rest = padded.narrow(axis, num_filled, length - num_filled)
+            rest.copy_(bits.narrow(axis, num_filled - 1, 1).expand_as(rest))
+        return padded.view(tensor.dtype)
+
+    return {name: pad(name, tensor) for name, tensor in tensors.items()}
+
+
+def _join_rows(upper: list[Tensors]) -> Tensors:
+    """Join gate's rows and then up's. Tensor-level scales are gate's: the quantizer gave both the same."""
+    return {
+        name: tensor if tensor.ndim == 1 else join([tensors[name] for tensors in upper], 1)
+        for name, tensor in upper[0].items()
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError, VerificationError
-from hqconv.schemas.dtypes import code_of, num_bits
+from hqconv.schemas.tensors import code_of, num_bits
 
 if TYPE_CHECKING:
     import torch

@@ -36,8 +36,7 @@ from hqconv.models.tensor_names import (
     refuse_leftovers,
     unmatched_error,
 )
-from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import FLOATS, TensorRef
 
 _STACK_DIMS = 3  # [E, out, in]
 

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
-from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.models.moe_layer import MoeLayer, RawExperts
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,11 +17,10 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import FLOATS, TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).

@@ -14,9 +14,8 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
-from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.tensors import TensorRef, TensorSpec, num_bits
 from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from hqconv.planning.checks import (
     check_sidecar_files,
     refuse_unserved,
 )
+from hqconv.planning.layer_encoding import plain_layers
 from hqconv.planning.notices import (
     calibration_notices,
     request_warnings,
@@ -34,7 +35,6 @@ from hqconv.planning.output_units import (
     kernel_unit,
     shard_units,
 )
-from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import NO_HEADS, AttentionHeads, attention_heads

@@ -12,8 +12,13 @@ from hqconv.errors import RequestError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import CalibrationText
-from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
-from hqconv.planning.source_schema import source_param_dtype, source_schemas
+from hqconv.planning.layer_encoding import (
+    EncodingOptions,
+    LayerEncoding,
+    encoding_of,
+    source_param_dtype,
+    source_schemas,
+)
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import GEMMS, text_config
 from hqconv.schemas.gpu_target import GpuTarget

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.cpu_loops.arithmetic import group_ranges
+from hqconv.cpu_loops.codes import group_ranges
 from hqconv.cpu_loops.encoders import (
     TO_BFLOAT16,
     TO_FLOAT16,
@@ -23,7 +23,7 @@ from hqconv.cpu_loops.encoders import (
     encoder,
     searcher,
 )
-from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.jit import in_parts
 from hqconv.quantization.coded_matrix import byte_values
 from hqconv.quantization.group_scales import (
     FUSED_GROUP_SIZE,

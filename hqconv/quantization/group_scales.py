@@ -16,7 +16,7 @@ from hqconv.humming_ops.runtime import humming
 from hqconv.quantization import bit_codec
 from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.coded_matrix import scale_values
-from hqconv.schemas.dtypes import CodeKind, CodeType, torch_dtype_of
+from hqconv.schemas.tensors import CodeKind, CodeType, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product

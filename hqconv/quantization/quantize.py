@@ -28,8 +28,8 @@ from hqconv.quantization.group_scales import (
 )
 from hqconv.quantization.quantized import ErrorSums, QuantizedStack, num_groups, rotate
 from hqconv.quantization.scale_search import Ladder, SearchResult, search, sweep_each
-from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.options import QUANTIZERS, RTN
+from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 __all__ = ["ErrorSums", "QuantizedStack", "quantize_stacks"]

@@ -22,7 +22,7 @@ import torch
 from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.group_scales import GroupScales, rounded_scales, stored_values
 from hqconv.quantization.quantized import fold_sum
-from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
+from hqconv.schemas.tensors import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 # Of the upper and the lower end of a range with a zero point.

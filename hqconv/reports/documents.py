@@ -39,10 +39,9 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_matrix_scales, is_served_with
-from hqconv.planning.layer_encoding import EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions, direct_schemas
 from hqconv.planning.notices import source_notices
 from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
-from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads

@@ -1,6 +1,6 @@
 """Activations between an expert's GEMMs as values: name, numbers, and the config keys of the numbers.
 
-Formulas are not here: `verification/reference`, `backends/moe` and vLLM have theirs. Of w13's output a is the gate, b
+Formulas are in `calibration/activations`, and in vLLM. Of w13's output a is the gate, b
 what is up; without a gate the function acts on b alone. f is an elementwise function (silu, gelu, …):
 
     f                f(a) * b

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hqconv.errors import RequestError, close_to
-from hqconv.schemas.dtypes import CodeType, code_bits, code_of, num_bits, parse_code_type
+from hqconv.schemas.tensors import CodeType, code_bits, code_of, num_bits, parse_code_type
 from hqconv.schemas.untrusted_files import SCHEMAS, or_shipped, read_toml, shipped, unicode_name
 
 ParamDtype = Literal["bfloat16", "float16"]
@@ -295,7 +295,7 @@ def _preset(
     )
 
 
-SOURCE = "source"  # `--schema source`: see `hqconv.planning.source_schema`
+SOURCE = "source"  # `--schema source`: see `hqconv.planning.layer_encoding`
 
 PRESETS: dict[str, WeightSchema] = {
     schema.name: schema

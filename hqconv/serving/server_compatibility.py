@@ -181,7 +181,7 @@ def _fingerprint(spec: KernelSpec) -> str:
     """Return `layout_fingerprint`, by a process of its own: a server's Humming stays as it is. "" where it fails."""
     code = (
         "import pickle, sys\n"
-        "from hqconv.kernel_layout.fingerprint import layout_fingerprint\n"
+        "from hqconv.kernel_layout.transform import layout_fingerprint\n"
         "print(layout_fingerprint(pickle.load(sys.stdin.buffer)))"
     )
     command = [sys.executable, "-c", code]

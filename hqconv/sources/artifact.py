@@ -17,12 +17,10 @@ from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.encoding import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat, per_projection
 from hqconv.io.hub import Listing
-from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import InputScaleTensors, MoeLayer, TensorSlice
+from hqconv.models.moe_layer import InputScaleTensors, MoeLayer, RawExperts, TensorSlice
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import code_of, torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, code_of, torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.safetensors import SafetensorsSource
 

@@ -21,13 +21,11 @@ from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
-from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.moe_layer import MoeLayer, View
+from hqconv.models.moe_layer import MoeLayer, RawExperts, View, stored_shape
 from hqconv.models.source_protocol import SourceFile, SourceReference
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE, text_config
-from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, torch_dtype
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, unicode_name
 
 if TYPE_CHECKING:

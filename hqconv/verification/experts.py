@@ -30,17 +30,16 @@ from hqconv.artifact.reader import Artifact, Note
 from hqconv.conversion.encode import LayerEncoder, encode_expert
 from hqconv.errors import HqconvError
 from hqconv.formats.encoding import resized
-from hqconv.io.host_buffers import HostBuffers
+from hqconv.io.pipeline import HostBuffers
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
-from hqconv.models.expert_bytes import RawExperts, RawLayout
-from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.quantize import ErrorSums, quantize_stacks
 from hqconv.quantization.quantized import rotate
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.tensors import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.figures import (
     NUM_FIGURES,

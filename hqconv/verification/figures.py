@@ -18,8 +18,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import projection_errors, relative_error
 from hqconv.jit import compiled_sums
 from hqconv.layout_decoder.codes import Array, has_loops
-from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.values import decoded_rows, decoded_weights
+from hqconv.layout_decoder.decode import DecodedStack, decoded_rows, decoded_weights
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.quantization.quantize import ErrorSums

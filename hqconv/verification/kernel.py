@@ -27,15 +27,15 @@ from hqconv.humming_ops.runtime import compiler_version
 from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.fused_moe import Gemm, compile_kernels, fused_moe, layer_config, load_gemm
 from hqconv.kernel_layout.transform import needs_cuda
-from hqconv.layout_decoder.values import unrotated
+from hqconv.layout_decoder.decode import unrotated
 from hqconv.models.families import text_config
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.verification.reference import (
     EXACT,

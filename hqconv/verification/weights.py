@@ -21,11 +21,10 @@ from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
-from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.tensors import torch_dtype
 from hqconv.schemas.weight_schema import LayerSchema
-from hqconv.verification.activation_scales import check_source_scales, is_static
 from hqconv.verification.experts import (
     Batches,
     ExpertResult,
@@ -35,9 +34,9 @@ from hqconv.verification.experts import (
     why_not,
 )
 from hqconv.verification.figures import check_recorded, check_search, summarize
+from hqconv.verification.files import check_source_scales, is_static, other_source
 from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.result import ERRORS_OF_WEIGHTS, NO_EXPERT, CheckResult, Finding
-from hqconv.verification.source_files import other_source
 
 _THREADS: dict[str, Any] = {"runs_torch": True, "name": "hqconv-verify"}
 

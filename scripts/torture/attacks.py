@@ -11,7 +11,7 @@ import math
 from random import Random
 from typing import Any
 
-from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.tensors import DTYPES, num_bits
 
 _BYTES = b'0123456789-+.eE"{}[],: \\uFUB\x00\xff\x80'
 _WORDS: tuple[bytes, ...] = (

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import hqconv.cli.app
-import hqconv.cli.progress_bar
 import hqconv.cli.render
 import hqconv.planning.output_units
 from hqconv.__main__ import MESSAGE, SIGNALS, listen

@@ -15,7 +15,7 @@ import hqconv
 from hqconv.artifact.manifest import json_bytes, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.schemas.artifact_names import is_layer_name
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe

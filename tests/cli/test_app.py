@@ -12,12 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 import hqconv
-from hqconv.cli.progress_bar import ShownProgress, human_bytes, human_seconds
+from hqconv.cli.render import ShownProgress, human_bytes, human_seconds
 from hqconv.conversion.option_values import parse_bytes, place_of
 from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
-from hqconv.schemas.options import LayerChoice, Override
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import LayerChoice, Override, load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.command import call
 from tests.make.formats import write
@@ -224,7 +223,7 @@ def test_progress_survives_a_closed_stderr(monkeypatch: pytest.MonkeyPatch) -> N
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
-    monkeypatch.setattr("hqconv.cli.progress_bar._PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hqconv.cli.render._PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr("sys.stderr", Broken())
     with ShownProgress(quiet=False) as progress:
         progress.update(Progress("a", 5, 10, 0, 0, 1))

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hqconv.cli.output import print_json, printable_document
-from hqconv.cli.progress_bar import ShownProgress
+from hqconv.cli.render import ShownProgress
 from hqconv.conversion.stages import Progress
 from tests.make.command import call
 from tests.make.conversions import run

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.cli.progress_bar import human_rate
+from hqconv.cli.render import human_rate
 from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.input_schema import resolve_inputs
@@ -209,7 +209,7 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
-    code = "import hqconv.jit as c\nfrom hqconv.cli.progress_bar import ShownProgress\n"
+    code = "import hqconv.jit as c\nfrom hqconv.cli.render import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
     done = processes.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()

@@ -19,7 +19,7 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.conversion.allocate import GemmChoice, choose
 from hqconv.errors import RequestError
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from tests.make.conversions import assert_verified, manifest
 from tests.make.decodable import write_quantized
 from tests.make.families import moe_layers, save_family

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hqconv.conversion.encode_batch import Batch, Piece, Run, split_runs, split_unit
 from hqconv.errors import InputError
-from hqconv.models.expert_bytes import RawLayout
+from hqconv.models.moe_layer import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.safetensors import SafetensorsSource

@@ -25,11 +25,11 @@ from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts
-from hqconv.kernel_layout.rank_slices import gemm_tensors
+from hqconv.kernel_layout.transform import gemm_tensors
 from hqconv.quantization.quantized import stack_tensors
-from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
+from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.matrices import SCHEMAS, hard_matrix

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 

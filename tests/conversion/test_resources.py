@@ -23,7 +23,7 @@ from hqconv.conversion.resources import (
 )
 from hqconv.errors import RequestError
 from hqconv.io.durable_files import copy_whole
-from hqconv.models.expert_bytes import RawLayout
+from hqconv.models.moe_layer import RawLayout
 from hqconv.sources.opening import open_source
 from tests.make.conversions import open_plan, run
 from tests.make.qwen import write_qwen3_moe

@@ -15,7 +15,7 @@ from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe
-from hqconv.layout_decoder.values import unrotated
+from hqconv.layout_decoder.decode import unrotated
 from hqconv.quantization.quantized import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid

@@ -10,7 +10,7 @@ import torch
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.quantization.coded_matrix import CodedMatrix
-from hqconv.quantization.kept_codes import express
+from hqconv.quantization.quantized import express
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run

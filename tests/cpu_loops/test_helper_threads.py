@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hqconv.cpu_loops.helper_threads import Helpers, in_parts
+from hqconv.jit import Helpers, in_parts
 
 
 def with_helpers(task: object, count: int = 4) -> None:

@@ -24,7 +24,7 @@ from hqconv.quantization.bit_codec import (
     unpack_along_rows,
 )
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
-from hqconv.quantization.kept_codes import express, share_scale
+from hqconv.quantization.quantized import express, share_scale
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from tests.make.coded import Case, Draw, cases, humming_format
 from tests.make.tensors import same_bits

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.io import host_buffers
-from hqconv.io.host_buffers import HostBuffers, host_buffer
+from hqconv.io import pipeline
+from hqconv.io.pipeline import HostBuffers, host_buffer
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_a_buffer_holds_what_is_put_into_it(
     has_large_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_large_pages:
-        monkeypatch.setattr(host_buffers._Memory, "madvise", NoLargePages.madvise, raising=False)
+        monkeypatch.setattr(pipeline._Memory, "madvise", NoLargePages.madvise, raising=False)
     buffer = host_buffer(5000, CPU)
     assert (buffer.dtype, buffer.shape) == (torch.uint8, (5000,))
     buffer[:] = torch.arange(5000) % 251
@@ -122,8 +122,8 @@ def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(host_buffers.ctypes, "CDLL", lambda _: driver)
-    monkeypatch.setattr(host_buffers, "_cudart", lambda: driver)
+    monkeypatch.setattr(pipeline.ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(pipeline, "_cudart", lambda: driver)
     for name, stub in (("device", lambda _: nullcontext()), ("check_error", int)):
         monkeypatch.setattr(torch.cuda, name, stub)
     pool = HostBuffers(4096, torch.device("cuda", 0), 2, may_be_copied=False)

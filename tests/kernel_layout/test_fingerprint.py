@@ -10,9 +10,8 @@ import torch
 
 from hqconv.errors import RequestError
 from hqconv.humming_ops import runtime
-from hqconv.kernel_layout import fingerprint, transform
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
-from hqconv.kernel_layout.transform import why_not
+from hqconv.kernel_layout import transform
+from hqconv.kernel_layout.transform import layout_fingerprint, why_not
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
@@ -50,7 +49,7 @@ def test_every_type_of_scale_has_one() -> None:
 
 def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: Humming swaps two words of the weight, two scales, two zero points, or renames or reshapes a tensor."""
-    recorded, real = layout_fingerprint(SPEC), fingerprint.to_kernel
+    recorded, real = layout_fingerprint(SPEC), transform.to_kernel
     for name in ("weight", "weight_scale", "zero_point"):
 
         def swapped(*args: Any, name: str = name) -> dict[str, torch.Tensor]:
@@ -59,12 +58,12 @@ def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyP
             flat[[5, 6]] = flat[[6, 5]]
             return {**tensors, name: flat.reshape(tensors[name].shape)}
 
-        monkeypatch.setattr(fingerprint, "to_kernel", swapped)
+        monkeypatch.setattr(transform, "to_kernel", swapped)
         layout_fingerprint.cache_clear()
         assert layout_fingerprint(SPEC) != recorded, name
     for changed in (lambda k, v: (f"{k}_", v), lambda k, v: (k, v.flatten())):
         monkeypatch.setattr(
-            fingerprint,
+            transform,
             "to_kernel",
             lambda *args, change=changed: dict(change(*one) for one in real(*args).items()),
         )
@@ -76,7 +75,7 @@ def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyP
     "dtype", [torch.float8_e8m0fnu, torch.float8_e5m2, torch.float16, torch.float32], ids=str
 )
 def test_scales_beside_each_other_differ(dtype: torch.dtype) -> None:
-    found = fingerprint.values((2, 7), dtype).float()
+    found = transform.values((2, 7), dtype).float()
     assert len(found.unique()) == 14
     assert (found.isfinite() & (found > 0)).all()
 
@@ -96,6 +95,6 @@ def test_the_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in SPECS[::7]:
         assert layout_fingerprint(spec, "cuda") == layout_fingerprint(spec, "cpu"), str(spec)
     monkeypatch.setattr(runtime, "_COMPARED", ())
-    monkeypatch.setattr(fingerprint, "has_twins", lambda: False)
+    monkeypatch.setattr(transform, "has_twins", lambda: False)
     cpu = layout_fingerprint(SPEC, "cuda")
     assert layout_fingerprint(SPEC) == cpu

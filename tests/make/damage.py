@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from hqconv.artifact.manifest import sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import VerificationError
-from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.kernel_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.transform import gemm_tensors, kernel_form, to_kernel
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.quantization.quantized import stack_tensors

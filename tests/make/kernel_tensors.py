@@ -14,7 +14,7 @@ from hqconv.kernel_layout.transform import packed_form
 from hqconv.layout_decoder import codes, values
 from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout
 from hqconv.layout_decoder.layout_form import read_config
-from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification import figures
 

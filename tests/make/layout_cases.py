@@ -17,10 +17,10 @@ from hqconv.kernel_layout.transform import (
     to_kernel,
     why_not,
 )
-from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
+from hqconv.schemas.tensors import torch_dtype
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 
 NUM_EXPERTS = 3

@@ -121,7 +121,8 @@ def drawn_matrices(
 def unpack_codes(packed: torch.Tensor, bits: int) -> np.ndarray:
     """Codes [rows, columns] from little-endian bit strings of each row."""
     rows = np.unpackbits(packed.numpy().view(np.uint8), axis=1, bitorder="little")
-    return (rows.reshape(rows.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
+    codes: np.ndarray = (rows.reshape(rows.shape[0], -1, bits) << np.arange(bits)).sum(axis=2)
+    return codes
 
 
 def values_of_codes(schema: WeightSchema) -> np.ndarray:
@@ -129,7 +130,8 @@ def values_of_codes(schema: WeightSchema) -> np.ndarray:
     codes = np.arange(2**schema.num_bits)
     half = 2 ** (schema.num_bits - 1)
     if schema.is_integer:
-        return (codes - half).astype(np.float64)
+        integers: np.ndarray = (codes - half).astype(np.float64)
+        return integers
     exponent_bits, mantissa_bits = int(schema.b_dtype[-3]), int(schema.b_dtype[-1])
     magnitude = codes % half
     if exponent_bits:
@@ -141,7 +143,8 @@ def values_of_codes(schema: WeightSchema) -> np.ndarray:
         values = magnitude.astype(np.float64)
     if schema.b_dtype in FP8_MAX:
         values[values > FP8_MAX[schema.b_dtype]] = 0
-    return np.where(codes >= half, -values, values)
+    signed: np.ndarray = np.where(codes >= half, -values, values)
+    return signed
 
 
 # Second scales above 8-bit ones, of every kind of code and scale; the first ones have recordings.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import num_bits
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "models"
 _SHARD_TENSORS = 30_000

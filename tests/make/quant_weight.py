@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hqconv.humming_ops.runtime import humming
-from hqconv.schemas.dtypes import CodeKind, CodeType, parse_code_type
+from hqconv.schemas.tensors import CodeKind, CodeType, parse_code_type
 
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
 # `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
@@ -40,11 +40,9 @@ def quant_weight(
         inputs.float().numpy(),
     )
     groups = weights.reshape(-1, size)
-    scale, lowest, zero = (
-        np.ones((len(groups), 1), np.float32),
-        np.float64(0),
-        np.zeros((len(groups), 1), np.float32),
-    )
+    scale: Any = np.ones((len(groups), 1), np.float32)
+    lowest: Any = np.float64(0)
+    zero: Any = np.zeros((len(groups), 1), np.float32)
     if has_scale:
         tiny = np.float32(1e-30)
         highest = np.fmax(np.fmax.reduce(groups, 1, keepdims=True), tiny)
@@ -86,7 +84,7 @@ def quant_weight(
 def _scale(code: CodeType, highest: np.ndarray, below: np.ndarray, is_signed: bool) -> np.ndarray:
     widest, narrowest = np.fmax(highest, below), np.fmin(highest, below)
     if code.kind != CodeKind.SYM_INT:
-        return widest / np.float32(code.largest)
+        return np.asarray(widest / np.float32(code.largest))
     up, down = (0.499, 1.499) if code.num_bits == 1 else (code.largest, code.largest + 1)
     wide, narrow = (
         (one.astype(np.float64) / end).astype(np.float32)
@@ -105,14 +103,12 @@ def _codes(code: CodeType, x: np.ndarray) -> np.ndarray:
         np.nan_to_num(np.rint(x), nan=0.0).astype(np.float64), -(2.0**31), 2.0**31 - 1
     ).astype(np.int32)
     if code.kind == CodeKind.SYM_INT:  # whose sum overflows, as in the kernel
-        return np.clip(number + np.int32(half), 0, 2 * half - 1)
+        return np.asarray(np.clip(number + np.int32(half), 0, 2 * half - 1))
     least, most = code.bounds
     integers = np.clip(number, int(least), int(most))
-    return (
-        integers
-        if code.kind == CodeKind.ASYM_INT
-        else np.where(integers < 0, half | -integers, integers)
-    )
+    if code.kind != CodeKind.ASYM_INT:
+        integers = np.where(integers < 0, half | -integers, integers)
+    return np.asarray(integers)
 
 
 def _float_codes(code: CodeType, x: np.ndarray) -> np.ndarray:

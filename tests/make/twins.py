@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hqconv.models.families import FAMILIES
-from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.tensors import num_bits
 from tests.make.published import Published
 
 NUM_EXPERTS = 4

@@ -29,8 +29,7 @@ from hqconv.models.families import (
 )
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.dtypes import num_bits
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import TensorRef, num_bits
 from tests.make.effort import num_examples
 
 H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12

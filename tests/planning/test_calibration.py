@@ -12,7 +12,7 @@ from hqconv.errors import RequestError
 from hqconv.planning.calibration import BUILTIN_TEXT, Calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.planning.spec import ConversionOptions
-from hqconv.schemas.recipe import with_recipe
+from hqconv.schemas.options import with_recipe
 
 OPTIONS: dict[str, Any] = {"schema": "int4"}
 

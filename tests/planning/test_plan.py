@@ -26,12 +26,11 @@ from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_fi
 from hqconv.planning.plan import ConversionPlan, make_plan
 from hqconv.planning.spec import ConversionSpec, default_param_dtype
 from hqconv.schemas import artifact_names
-from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.tensors import TensorRef, TensorSpec
+from hqconv.schemas.tensors import DTYPES, TensorRef, TensorSpec, num_bits
 from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import schema_of
 from tests.make.matrices import SCHEMAS

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hqconv import dequantize
 from hqconv.errors import InputError, RequestError
 from hqconv.models.expert_map import map_experts
-from hqconv.planning.source_schema import direct_schemas, named, source_schemas
+from hqconv.planning.layer_encoding import direct_schemas, named, source_schemas
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema

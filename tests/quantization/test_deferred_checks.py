@@ -10,7 +10,7 @@ import torch
 
 from hqconv.conversion.encode import LayerEncoder
 from hqconv.errors import InputError
-from hqconv.quantization.value_checks import deferring_checks, is_any
+from hqconv.quantization.coded_matrix import deferring_checks, is_any
 from hqconv.sources.opening import open_source
 from tests.make.conversions import run
 from tests.make.formats import write

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hqconv.humming_ops.runtime import humming
-from hqconv.layout_decoder.values import unrotated
+from hqconv.layout_decoder.decode import unrotated
 from hqconv.quantization.quantized import rotate
 from hqconv.schemas.options import QUANTIZERS
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema

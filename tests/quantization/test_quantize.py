@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.humming_ops.runtime import humming, humming_schema, resident
 from hqconv.quantization.quantized import fold_sum
-from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import (
     SCHEMAS,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-from hqconv.quantization.kept_codes import round_to_param_dtype
-from hqconv.quantization.value_checks import deferring_checks
+from hqconv.quantization.coded_matrix import CodedMatrix, deferring_checks, dequantize
+from hqconv.quantization.quantized import round_to_param_dtype
 from tests.make.coded import Draw, cases
 from tests.make.effort import num_examples
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import RequestError
+from hqconv.jit import Helpers
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import quantize
 from hqconv.quantization.quantize import quantize_stacks

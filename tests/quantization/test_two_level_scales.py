@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from hqconv.humming_ops.runtime import humming_schema, resident
-from hqconv.layout_decoder.decode import bits_of, decode_packed
-from hqconv.layout_decoder.values import decoded_weights
+from hqconv.layout_decoder.decode import bits_of, decode_packed, decoded_weights
 from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.options import MSE, RTN
+from hqconv.schemas.tensors import code_of_torch, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import (
     FP8_MAX,

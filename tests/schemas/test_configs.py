@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hqconv.kernel_layout.transform import kernel_form
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema, load_schema, resolve_schema
 from tests.make.command import call
 from tests.make.conversions import kernel_spec_of

@@ -20,7 +20,7 @@ import pytest
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, shipped
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.command import call

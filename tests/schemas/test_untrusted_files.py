@@ -10,7 +10,7 @@ import pytest
 
 from hqconv.errors import RequestError
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.untrusted_files import (
     MAX_DEPTH,
     open_regular,

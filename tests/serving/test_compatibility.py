@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
@@ -38,7 +38,7 @@ from hqconv.serving.server_compatibility import (
     check_ranks,
     recut,
 )
-from hqconv.serving.vllm import refusals
+from hqconv.serving.vllm import translation
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -59,7 +59,7 @@ ASKED = ServerLayer(
 
 def check_deployment(view: ArtifactView, layer: ServerLayer) -> None:
     check_ranks(view, layer)
-    refusals.check_redundant_experts(view, layer)
+    translation.check_redundant_experts(view, layer)
 
 
 GRIDS = {
@@ -147,7 +147,7 @@ def test_another_cut_is_one_command_away(
 
 def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
     error = refused(
-        refusals.check_redundant_experts,
+        translation.check_redundant_experts,
         opened(work / "ep2"),
         replace(ASKED, ep=2, is_elastic=True),
     )
@@ -273,13 +273,13 @@ def test_groups_that_vllm_quantizes_itself_must_be_its_own(view: ArtifactView) -
     """It does so for 128 columns, in e4m3 alone, and leaves no columns over."""
     wide = replace(view.layers[LAYER], hidden_size=384)
     odd = replace(wide, hidden_size=192)
-    refusals.check_inputs(view, of_inputs(wide, INPUT_PRESETS["fp8-g128"]))
+    translation.check_inputs(view, of_inputs(wide, INPUT_PRESETS["fp8-g128"]))
     for layer in (wide, odd):
-        refusals.check_inputs(view, of_inputs(layer, INPUT_PRESETS["fp8"]))
-    error = refused(refusals.check_inputs, view, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
+        translation.check_inputs(view, of_inputs(layer, INPUT_PRESETS["fp8"]))
+    error = refused(translation.check_inputs, view, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
     assert error.found == "192"
     other = of_inputs(wide, InputSchema("x", "float8e5m2", 128))
-    assert refused(refusals.check_inputs, view, other).found == "float8e5m2"
+    assert refused(translation.check_inputs, view, other).found == "float8e5m2"
 
 
 def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(view: ArtifactView) -> None:
@@ -319,7 +319,9 @@ def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
     with pytest.raises(
         RequestError, match=f"weigh the experts' inputs(.|\n)*{LAYER}(.|\n)*original"
     ):
-        refusals.check_router(view, view.layers[LAYER], replace(ASKED, router_weight_on_input=True))
+        translation.check_router(
+            view, view.layers[LAYER], replace(ASKED, router_weight_on_input=True)
+        )
 
 
 @pytest.mark.parametrize("here", [{"a": True, "b": True}, {"TypeError: x": True}, {}])

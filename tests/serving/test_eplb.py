@@ -35,7 +35,7 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS

@@ -30,7 +30,7 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.grid import GROUPS, Grid, stored_size, tp_share
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema, pair, resolve_schema
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small

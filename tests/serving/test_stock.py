@@ -25,7 +25,7 @@ from hqconv.artifact.load import load_layer
 from hqconv.errors import RequestError
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, LayerSchema, WeightSchema
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe

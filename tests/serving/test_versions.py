@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.serving.vllm import plugin, refusals
+from hqconv.serving.vllm import plugin, translation
 from tests.make.places import REPO
 
 
@@ -20,16 +20,16 @@ from tests.make.places import REPO
 def test_a_warning_names_versions_that_were_not_tested(
     found: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(refusals, "version", {"vllm": found}.__getitem__)
-    monkeypatch.setattr(refusals.logger, "propagate", True)
-    with caplog.at_level(logging.WARNING, refusals.logger.name):
-        refusals.warn_of_untested()
+    monkeypatch.setattr(translation, "version", {"vllm": found}.__getitem__)
+    monkeypatch.setattr(translation.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, translation.logger.name):
+        translation.warn_of_untested()
     assert (f"this is {found}." in caplog.text) != is_tested
 
 
 def test_the_tested_versions_are_those_that_pyproject_asks_for() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"][0].startswith(f"vllm>={refusals.TESTED},<")
+    assert project["optional-dependencies"]["vllm"][0].startswith(f"vllm>={translation.TESTED},<")
 
 
 @pytest.mark.vllm

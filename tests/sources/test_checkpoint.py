@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import read_header
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.tensors import DTYPES, num_bits
 from hqconv.sources.opening import open_source
 from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.effort import num_examples

@@ -23,8 +23,8 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.encoding import part_names
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
+from hqconv.planning.layer_encoding import direct_schemas
 from hqconv.planning.output_units import kernel_unit
-from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.tensors import TensorRef

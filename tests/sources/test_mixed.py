@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from hqconv import dequantize, inspect, load, plan
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from tests.make import configs, conversions, layouts, packing
 from tests.make.formats import FORMATS, Written, write
 from tests.make.layouts import Block, plain

@@ -25,7 +25,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
 from hqconv.verification import verify as module

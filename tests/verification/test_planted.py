@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from hqconv.artifact.manifest import read_manifest, sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.kernel_layout import rank_slices
+from hqconv.kernel_layout import transform
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
@@ -164,7 +164,7 @@ TWICE = WeightSchema(
 
 def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: int) -> None:
     """From now on, conversions write another value into one tensor's padding."""
-    pad = rank_slices._pad
+    pad = transform._pad
 
     def damaged(
         tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int
@@ -179,7 +179,7 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
             bits.narrow(along, length, one.size(along) - length).fill_(value)
         return padded
 
-    monkeypatch.setattr(rank_slices, "_pad", damaged)
+    monkeypatch.setattr(transform, "_pad", damaged)
 
 
 @pytest.mark.sampled(4)

@@ -18,10 +18,15 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.codes import unpack_fields
-from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed, packed_shapes
-from hqconv.layout_decoder.values import decoded_rows
-from hqconv.schemas.dtypes import code_of_torch
+from hqconv.layout_decoder.decode import (
+    DecodedStack,
+    bits_of,
+    decode_packed,
+    decoded_rows,
+    packed_shapes,
+)
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
+from hqconv.schemas.tensors import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import CheckResult

@@ -31,8 +31,7 @@ from hqconv.schemas.artifact_names import CONFIG, FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine
-from hqconv.serving.vllm.refusals import check_alike, warn_of_untested
-from hqconv.serving.vllm.translation import METHOD, find_layer
+from hqconv.serving.vllm.translation import METHOD, check_alike, find_layer, warn_of_untested
 
 logger = logging.getLogger("vllm.hqconv")
 

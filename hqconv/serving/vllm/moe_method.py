@@ -27,7 +27,7 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import torch_dtype
 from hqconv.serving.artifact_view import (
     ArtifactLayer,
     ArtifactView,
@@ -45,8 +45,12 @@ from hqconv.serving.server_compatibility import (
     check_ranks,
     recut,
 )
-from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, check_router
-from hqconv.serving.vllm.translation import agreed
+from hqconv.serving.vllm.translation import (
+    agreed,
+    check_inputs,
+    check_redundant_experts,
+    check_router,
+)
 from hqconv.serving.vllm.tuning import remembered
 
 Callback = Callable[[], None]
