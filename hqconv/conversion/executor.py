@@ -162,7 +162,7 @@ class Executor:
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
-        with one_torch_thread():
+        with one_torch_thread(), self._profile.running():
             self._run(iter(units))
 
     def _run(self, units: Iterator[OutputUnit]) -> None:

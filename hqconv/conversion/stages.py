@@ -131,7 +131,16 @@ class StageProfile:
     stages: dict[Stage, StageTime] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waits: dict[str, float] = field(default_factory=dict)
-    _started_s: float = field(default_factory=time.monotonic)
+    _seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time inside as the time of all stages."""
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds += time.monotonic() - started_s
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -163,10 +172,9 @@ class StageProfile:
         waits: seconds by cause.
         """
         with self._lock:
-            seconds = time.monotonic() - self._started_s
             stages = {}
             for stage, total in self.stages.items():
-                share = total.busy_s / (seconds * max(1, total.num_threads))
+                share = total.busy_s / (self._seconds * max(1, total.num_threads))
                 stages[stage.value] = {
                     "threads": total.num_threads,
                     "tasks": total.num_tasks,
@@ -175,7 +183,7 @@ class StageProfile:
                     "gigabytes": round(total.num_bytes / 1e9, 3),
                 }
             waits = {cause: round(waited_s, 3) for cause, waited_s in self._waits.items()}
-            return {"seconds": round(seconds, 3), "waits": waits, "stages": stages}
+            return {"seconds": round(self._seconds, 3), "waits": waits, "stages": stages}
 
 
 @dataclass(frozen=True)
