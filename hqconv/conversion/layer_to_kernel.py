@@ -17,7 +17,7 @@ from hqconv.formats.encoding import SourceMatrix
 from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
 from hqconv.models.expert_map import map_experts
 from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
-from hqconv.planning.checks import check_request
+from hqconv.planning.checks import check_request, refuse_unserved
 from hqconv.planning.output_units import MoeLayerPlan, kernel_unit
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.artifact_names import KERNEL
@@ -26,6 +26,7 @@ from hqconv.schemas.tensors import TensorRef, code_of_torch, is_stored, torch_dt
 from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.sources.safetensors import decoded_expert
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCH_BYTES = 1 << 28  # of the experts that are encoded at once
 _STACKS = {
     "w13": "model.layers.0.mlp.experts.gate_up_proj",
@@ -56,6 +57,15 @@ def layer_to_kernel(
     model_config: Mapping[str, Any] | None,
 ) -> dict[str, RankGemm]:
     """Convert one layer; arguments, result and errors as of `hqconv.to_kernel`."""
+    for name, tensor in weights.items():
+        if tensor.is_meta or type(tensor) not in _PLAIN:
+            raise RequestError(
+                "The tensor has no bytes of its own here.",
+                where=name,
+                expected="a plain tensor on the CPU or a GPU",
+                found=f"{type(tensor).__name__} on {tensor.device}",
+                remedy="Give the rank's local, materialized tensor, such as `tensor.full_tensor()` of a DTensor.",
+            )
     if weights.keys() == _STACKS.keys():
         weights, model_config = _as_checkpoint(weights)
     if model_config is None:
@@ -156,6 +166,8 @@ def _plan(
         raise RequestError(what, where="target", expected="h100, sm90 …", found=found)
     spec = make_spec(options, experts, config, parse_target(target, options.cuda))
     check_request(experts, spec)
+    if not options.allow_unserved:
+        refuse_unserved(experts, spec)
     return kernel_unit(experts.layers[0], spec), spec.schema
 
 
