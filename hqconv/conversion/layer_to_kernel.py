@@ -57,15 +57,7 @@ def layer_to_kernel(
     model_config: Mapping[str, Any] | None,
 ) -> dict[str, RankGemm]:
     """Convert one layer; arguments, result and errors as of `hqconv.to_kernel`."""
-    for name, tensor in weights.items():
-        if tensor.is_meta or type(tensor) not in _PLAIN:
-            raise RequestError(
-                "The tensor has no bytes of its own here.",
-                where=name,
-                expected="a plain tensor on the CPU or a GPU",
-                found=f"{type(tensor).__name__} on {tensor.device}",
-                remedy="Give the rank's local, materialized tensor, such as `tensor.full_tensor()` of a DTensor.",
-            )
+    _check_tensors(weights)
     if weights.keys() == _STACKS.keys():
         weights, model_config = _as_checkpoint(weights)
     if model_config is None:
@@ -75,10 +67,6 @@ def layer_to_kernel(
             expected="config.json of the model, or the tensors w13 and w2 alone",
             found=first_few(list(weights)),
         )
-    devices = {str(tensor.device) for tensor in weights.values()}
-    if len(devices) != 1:
-        what, found = "All tensors must be on one device.", ", ".join(devices)
-        raise RequestError(what, where="weights", found=found)
     device = next(iter(weights.values())).device
     planned, schema = _plan(weights, dict(model_config), options, device)
     grid, layer = planned.grid, planned.layer
@@ -111,6 +99,23 @@ def layer_to_kernel(
             for name, tensor in to_kernel(planned.forms[gemm], sliced).items():
                 gemms[gemm].tensors[name][begin : begin + len(experts)].copy_(tensor)
     return gemms
+
+
+def _check_tensors(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors without values here, and those of several devices."""
+    for name, tensor in weights.items():
+        if tensor.is_meta or type(tensor) not in _PLAIN:
+            raise RequestError(
+                "The tensor has no bytes of its own here.",
+                where=name,
+                expected="a plain tensor on the CPU or a GPU",
+                found=f"{type(tensor).__name__} on {tensor.device}",
+                remedy="Give the rank's local, materialized tensor, such as `tensor.full_tensor()` of a DTensor.",
+            )
+    devices = {str(tensor.device) for tensor in weights.values()}
+    if len(devices) != 1:
+        what, found = "All tensors must be on one device.", ", ".join(devices)
+        raise RequestError(what, where="weights", found=found)
 
 
 def _as_checkpoint(
