@@ -536,6 +536,7 @@ class Stream:
     def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
         """Run every pass to its first stage. Raises transformers' errors."""
         self.model, self.batches = model, batches
+        _check_tokens(model, batches)
         self._passes: list[ForwardPass] = []
         try:
             for ids in batches:
@@ -582,6 +583,21 @@ class Stream:
         """End all passes."""
         for forward_pass in self._passes:
             forward_pass.stop()
+
+
+def _check_tokens(model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    embedding = model.model.get_input_embeddings()
+    num_embeddings = getattr(embedding, "num_embeddings", None)
+    largest = max((int(ids.max()) for ids in batches), default=0)
+    if num_embeddings is not None and largest >= num_embeddings:
+        raise RequestError(
+            "The tokenizer gives a token that the model has no embedding for.",
+            where=model.place,
+            expected=f"tokens from 0 to {num_embeddings - 1}",
+            found=f"token {largest}",
+            remedy="Copy the tokenizer's files of this very model into the source.",
+        )
 
 
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

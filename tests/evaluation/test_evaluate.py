@@ -496,6 +496,24 @@ def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_
         hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
 
 
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    src, out, text = make(tmp_path, "mixtral")
+    num_tokens = json.loads((src / "config.json").read_text())["vocab_size"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(src)
+    tokenizer.add_tokens([f"new{number}" for number in range(num_tokens)])
+    tokenizer.save_pretrained(src)
+    text.write_text(f"3 4 new{num_tokens - 1}")
+    for run in (
+        lambda: hqconv.evaluate(out, src, text, **CPU),
+        lambda: hqconv.convert(
+            src, tmp_path / "new", schema="int4-g32", target="sm90", calibrate=text, device="cpu"
+        ),
+    ):
+        with pytest.raises(RequestError, match="no embedding for") as caught:
+            run()
+        assert str(num_tokens - 1) in caught.value.expected
+
+
 def test_a_source_without_a_weight_is_refused(tmp_path: Path) -> None:
     src = write_source(tmp_path / "src", "mixtral")
     lost, listing = "model.layers.1.self_attn.q_proj.weight", src / "model.safetensors.index.json"
