@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,14 @@ class ExpertActivations:
     weights: torch.Tensor
     is_validation: torch.Tensor
     power: torch.Tensor
+
+    def num_tokens(self, experts: Sequence[int]) -> list[int]:
+        """Return the number of tokens that chose each of some experts."""
+        return [self._counts[expert] for expert in experts]
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        return Counter(self.experts[self.weights != 0].tolist())
 
     @cached_property
     def hidden_products(self) -> InputProducts:
