@@ -73,7 +73,9 @@ MADE: dict[str, Callable[[Path], Made]] = {
 FREE = ("warnings", "dropped", "name", "schema_name", "hqconv_version", "humming_kernels_version")
 MAY_BE_GONE = ("sha256", "hub_sha256")
 # What only the source tells: of the source itself, and of the quantization's errors.
-OF_SOURCE = ("source", "quantization_error", "quantizer_version", "converted", "README.md")
+OF_SOURCE = ("source", "quantization_error", "quantizer_version", "converted")
+# The model card is its owner's: a note says that it is not the manifest's.
+EDITED = "README.md was edited since the conversion"
 
 
 def places(value: Any, path: Place = ()) -> Iterator[Place]:
@@ -140,7 +142,8 @@ def passes(out: Path, source: Source | None) -> bool:
     """Whether `files`, which finds most, and then `weights` find nothing."""
     try:
         with Artifact(out) as artifact:
-            if check_files(artifact, source, 1).findings:
+            files = check_files(artifact, source, 1)
+            if files.findings or EDITED in files.notes:
                 return False
             return not check_weights(artifact, source, None, 1, 1 << 30).findings
     except HqconvError:
