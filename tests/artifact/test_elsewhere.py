@@ -149,22 +149,6 @@ def test_only_the_kernel_layout_has_the_entry(
     }
 
 
-@pytest.mark.parametrize("own", ["weights.safetensors", None])
-def test_a_value_of_the_sources_own_comes_back(own: str | None, tmp_path: Path) -> None:
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    edit_config(src, **{KEY: own, "text_config": {KEY: "x.safetensors"}})
-    kernel = convert(src, tmp_path / "kernel")
-    words = config_of(kernel)
-    assert words[KEY] == words["text_config"][KEY] == NOT_FOR_TRANSFORMERS
-    again = convert(kernel, tmp_path / "again", schema="source")
-    assert config_of(again) == words
-    for number, one in enumerate((src, kernel, again)):
-        out = convert(one, tmp_path / str(number), "checkpoint", SCHEMA if one is src else "source")
-        found = config_of(out)
-        del found["quantization_config"]
-        assert found == config_of(src)
-
-
 def test_verify_sees_an_entry_that_was_changed(served: dict[str, Path], tmp_path: Path) -> None:
     src = served["llama4"].parent / "llama4"
     for number, words in enumerate(

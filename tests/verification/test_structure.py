@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from hqconv.artifact.manifest import differences
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.models.source_protocol import Source
@@ -213,14 +212,3 @@ def test_every_altered_key_of_config_and_index_is_found(
             with Artifact(out) as artifact:
                 found = check_files(artifact, source, 1).findings
             assert found, f"{path} = {value!r}"
-
-
-def test_differences_name_paths() -> None:
-    before = {"a": {"b": 1, "c": [1, 2]}, "files": [{"name": "x", "size": 1}], "same": None}
-    now = {"a": {"b": 1.0, "c": [1]}, "files": [{"name": "x", "size": 2}], "same": None, "new": 0}
-    assert [tuple(found) for found in differences(before, now)] == [
-        ("a: b", 1, 1.0),
-        ("a: c", [1, 2], [1]),
-        ("files: x: size", 1, 2),
-        ("new", "absent", 0),
-    ]
