@@ -15,7 +15,7 @@ import hqconv
 from hqconv.artifact import load as artifact_load
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import check, run
+from tests.make.conversions import run
 from tests.make.damage import Damaged
 from tests.make.models import save_model
 from tests.make.qwen import write_qwen3_moe
@@ -179,9 +179,6 @@ def test_exchanged_files_are_no_source(what: str, copy: Damaged, tmp_path: Path)
     with pytest.raises(InputError) as caught:
         run(copy.root, tmp_path / "again", "source", Grid(1, 2))
     assert "experts/tp" in caught.value.where
-    run(copy.source, tmp_path / "good", "int4-g64")
-    report = check(copy.root, copy.source)
-    assert not report.passed
 
 
 @pytest.mark.parametrize("read", [hqconv.load, hqconv.dequantize])

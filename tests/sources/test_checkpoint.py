@@ -605,10 +605,6 @@ def test_reads_into_typed_buffers(tmp_path: Path) -> None:
     checkpoint.read_into(checkpoint.tensors["a"], out, 16)
     assert (out == value[1:]).all()
     checkpoint.read_into(checkpoint.tensors["a"], np.zeros((0, 4), np.float32), 48)
-    with pytest.raises((TypeError, BufferError)):
-        checkpoint.read_into(checkpoint.tensors["a"], np.zeros((4, 4), np.float32)[:, :2])
-    with pytest.raises((TypeError, BufferError)):
-        checkpoint.read_into(checkpoint.tensors["a"], b"read-only")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

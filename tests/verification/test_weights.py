@@ -42,13 +42,13 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(
-    out: Path, src: Path | None, layers: set[int] | None = None, memory: int = GIB, threads: int = 2
+    out: Path, src: Path | None, layers: set[int] | None = None, memory: int = GIB
 ) -> CheckResult:
     with Artifact(out) as artifact:
         if src is None:
-            return check_weights(artifact, None, layers, threads, memory)
+            return check_weights(artifact, None, layers, 2, memory)
         with open_source(src) as source:
-            return check_weights(artifact, source, layers, threads, memory)
+            return check_weights(artifact, source, layers, 2, memory)
 
 
 # --- figures -----------------------------------------------------------------------------------------------
@@ -138,14 +138,6 @@ def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not fit"):
         weights_of(tmp_path / "out", src, memory=1 << 20)
     assert weights_of(tmp_path / "out", src, memory=20 << 20).status == "pass"
-
-
-def test_threads_change_nothing(src: Path, tmp_path: Path) -> None:
-    run(src, tmp_path / "out", "nvfp4", Grid(2, 2))
-    assert (
-        len({json.dumps(weights_of(tmp_path / "out", src, threads=n).measured) for n in (1, 3)})
-        == 1
-    )
 
 
 # --- particular layouts ------------------------------------------------------------------------------------
