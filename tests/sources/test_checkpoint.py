@@ -123,6 +123,7 @@ BROKEN_ENTRIES: dict[str, list[object]] = {
     "disagree": [tensor("U8", [1], 0, 2), tensor("F32", [1], 0, 2)],
     "hole after the header": [tensor("U8", [1], 1, 2)],
 }
+EMPTY_TWICE = pack(b'{"a":%s,"b":%s,"b":%s}' % (ONE_TEXT, NONE_TEXT, NONE_TEXT), b"xx")
 BROKEN: list[tuple[bytes, str | None, str]] = [
     # bytes, tensor that must be named, text that must be said
     (b"", None, "truncated"),
@@ -144,7 +145,7 @@ BROKEN: list[tuple[bytes, str | None, str]] = [
     (pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
     (pack(b'{"a":%s,"b":1,"a":%s}' % (ONE_TEXT, ONE_TEXT), b"xx"), "a", "twice"),
     (pack(b'{"a\\u003ab":1,"a:b":%s}' % ONE_TEXT, b"xx"), None, "twice"),
-    (pack(b'{"a":%s,"b":%s,"b":%s}' % (ONE_TEXT, NONE_TEXT, NONE_TEXT), b"xx"), None, "twice"),
+    (EMPTY_TWICE, None, "twice"),
     (pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'), "a", "'dtype' twice"),
     (pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "a", "shape is malformed"),
     (pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "a", "are malformed"),
@@ -164,6 +165,7 @@ BROKEN: list[tuple[bytes, str | None, str]] = [
 ]  # fmt: skip
 # What the library reads and we do not: a guess at the meaning would be needed.
 STRICTER = [
+    EMPTY_TWICE,
     pack(b'{"__metadata__":{"x":"1","x":"1"}}'),
     pack({"a": ["U8", [2], [0, 2]]}, b"xx"),
     pack({"a": entry(x=1)}, b"xx"),
