@@ -7,8 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hqconv.errors import InputError
 from hqconv.formats.encoding import ResolvedFormat, part_names, resolve_format
@@ -69,18 +67,6 @@ def test_fp8_groups_come_from_the_scale(
     assert done == ResolvedFormat(
         expected, {"weight": "weight", "scale": "scale"}, {"input_scale": reason}
     )
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 600), st.integers(1, 150), st.integers(1, 300), st.integers(1, 300))
-def test_ragged_fp8_blocks(n: int, quarters: int, block_n: int, block_k: int) -> None:
-    k = 4 * quarters
-    rows, columns = -(-n // block_n), -(-k // block_k)
-    declared = replace(FP8, group_n=block_n, group_k=block_k)
-    headers = headers_of(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows, columns)))
-    assert resolve_format(declared, headers, n, k).format.group_n == block_n
-    wrong = headers_of(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows + 1, columns)))
-    refused(declared, wrong, n, k, "m.weight_scale_inv", str(rows), str(rows + 1))
 
 
 def test_which_second_scale_divides() -> None:

@@ -345,13 +345,6 @@ def test_a_view_into_a_stack_decodes_alike() -> None:
 # --- floats and bitsandbytes -------------------------------------------------------------------------------
 
 
-def test_plain_floats_are_left_as_they_are() -> None:
-    weight = torch.randn(4, 8).bfloat16()
-    matrix = decode_matrix(SourceFormat("not quantized", "float"), {"weight": weight}, (4, 8), {})
-    assert matrix.coded is None
-    assert matrix.values() is weight
-
-
 def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     original: Callable[..., Any] = importlib.import_module
 
