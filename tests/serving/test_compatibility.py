@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
+from hqconv.kernel_layout.transform import layout_fingerprint
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
