@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,53 +121,3 @@ def test_every_key_has_a_row_and_every_row_a_key(manifests: Manifests) -> None:
     }
     assert not wrong, "\n".join(sorted(wrong))
     assert reference.unseen() == set()
-
-
-def broken(change: Callable[[dict[str, Any]], object], manifests: Manifests) -> list[str]:
-    words = json.loads(json.dumps(manifests["kernel"]))
-    change(words)
-    return list(Reference.read(PAGE).problems(words, "Manifest"))
-
-
-def layer(words: dict[str, Any]) -> Any:
-    return next(iter(words["blocks"].values()))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda words: words.update(new=1), "the table Manifest has no row for `new`"),
-        (lambda words: words.pop("digest"), "`digest` of Manifest is missing"),
-        (lambda words: words.update(tp=True), ".tp is no integer: True"),
-        (lambda words: words.update(files=[]), ".files is no map: []"),
-        (lambda words: words["source"].update(revision=1), ".source.revision is no text: 1"),
-        (lambda words: layer(words)["w2"]["flags"].popitem(), "of Flags is missing"),
-        (lambda words: layer(words).update(w13_order="gate"), "w13_order is no list: 'gate'"),
-        (
-            lambda words: layer(words)["quantization_error"]["w1"].update(worst_expert=0.5),
-            "is no integer: 0.5",
-        ),
-    ],
-)
-def test_a_document_that_is_otherwise_is_seen(
-    change: Callable[[dict[str, Any]], object], problem: str, manifests: Manifests
-) -> None:
-    (found,) = broken(change, manifests)
-    assert problem in found
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("| `tp` | integer | always |", "| `tp` | integr | always |"),
-        ("| `w13_order` | list of text |", "| w13_order | list of text |"),
-        ("### View", "### Part"),
-        ("| `ep` | integer", "| `tp` | integer"),
-    ],
-)
-def test_a_table_that_cannot_be_read_is_seen(old: str, new: str, tmp_path: Path) -> None:
-    text = PAGE.read_text()
-    assert old in text
-    (tmp_path / "page.md").write_text(text.replace(old, new, 1))
-    with pytest.raises(AssertionError):
-        Reference.read(tmp_path / "page.md")

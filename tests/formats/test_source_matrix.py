@@ -26,7 +26,8 @@ from hqconv.quantization.bit_codec import (
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.quantized import express, share_scale
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
-from tests.make.coded import Case, Draw, cases, humming_format
+from tests.make.coded import Case, cases, humming_format, int32
+from tests.make.packing import Draw
 from tests.make.tensors import same_bits
 
 ALL = {case.name: case for case in cases()}
@@ -297,7 +298,7 @@ def test_share_scale() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_packing_is_little_endian_and_back(bits: int, rows: int, blocks: int, seed: int) -> None:
-    codes = Draw(seed).integers(0, 2**bits, rows, 32 * blocks)
+    codes = Draw(seed).integers(0, 2**bits, rows, 32 * blocks).to(torch.uint8)
     packed = pack(codes, bits)
     assert same_bits(packed, cpu_ops.pack_weight(codes.int(), bits))
     numbers = [sum(c << (bits * i) for i, c in enumerate(row)) for row in codes.tolist()]
@@ -314,7 +315,7 @@ def test_packing_is_little_endian_and_back(bits: int, rows: int, blocks: int, se
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 40), st.permutations(range(8)), st.sampled_from((0, 8)))
 def test_nibble_transposition(width: int, eighths: int, order: list[int], flip: int) -> None:
-    packed = Draw(width).int32(8 * eighths, width)
+    packed = int32(Draw(width), 8 * eighths, width)
     codes = unpack(packed, 4).view(8 * eighths, width, 8)
     expected = torch.empty_like(codes)
     for j, column in enumerate(order):

@@ -16,8 +16,8 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.make import packing
 from tests.make.formats import FORMATS
+from tests.make.packing import Draw, ascend_int8
 from tests.make.quantized import quantize
 
 N, K = 128, 256
@@ -79,32 +79,9 @@ class Case:
         return replace(self, tensors={**self.tensors, name: tensor})
 
 
-class Draw:
-    """Random tensors of one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def integers(
-        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8
-    ) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=self.generator).to(dtype)
-
-    def int32(self, *shape: int) -> torch.Tensor:
-        """int32 words of random bits."""
-        return self.integers(-(2**31), 2**31, *shape, dtype=torch.int32)
-
-    def scales(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Positive scales over a few powers of two, with random mantissas."""
-        exponents = torch.randint(-6, 3, shape, generator=self.generator)
-        values = (1 + torch.rand(shape, generator=self.generator)) * 2.0**exponents
-        return values.clamp(2.0**-6, 8).to(dtype)
-
-    def fp8(self, *shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-        """All codes that are finite numbers."""
-        values = self.integers(0, 256, *shape)
-        limit = 0x7F if dtype == torch.float8_e4m3fn else 0x7C
-        return torch.where((values & 0x7F) >= limit, values & 0x3F, values).view(dtype)
+def int32(draw: Draw, *shape: int) -> torch.Tensor:
+    """int32 numbers of random bits."""
+    return draw.integers(-(2**31), 2**31, *shape).to(torch.int32)
 
 
 def cases() -> Iterator[Case]:
@@ -116,22 +93,23 @@ def cases() -> Iterator[Case]:
         config = spec.layout.config(spec.sizes) | spec.config
         declared = declared_formats(config["quantization_config"], config).of(EXPERT)
         shape = spec.sizes.shape("w1")
-        stored = spec.encode(packing.Draw(1), *shape, torch.tensor(2e-4))
+        stored = spec.encode(Draw(1), *shape, torch.tensor(2e-4))
         yield Case(name, declared, stored.parts, shape)
+    draw = Draw(1)
     padded = {
-        "weight_packed": Draw(3).int32(N, -(-K // 10)),
-        "weight_zero_point": Draw(3).int32(-(-N // 10), 4),
-        "weight_scale": Draw(3).scales(N, 4),
+        "weight_packed": int32(draw, N, -(-K // 10)),
+        "weight_zero_point": int32(draw, -(-N // 10), 4),
+        "weight_scale": draw.scales(N, 4),
     }
     declared = SourceFormat("pack", "packed_int", "uint3", "", 1, 64, True)
     yield Case("ct-int3-padded", declared, padded)
-    ascend = packing.ascend_int8(packing.Draw(1), N, K, torch.tensor(2e-4))
+    ascend = ascend_int8(Draw(1), N, K, torch.tensor(2e-4))
     offset = (("has_offset", True),)
     declared = SourceFormat("ascend", "int8", "uint8", "", 1, 0, options=offset)
     yield Case("ascend", declared, ascend.parts)
     for name in HUMMING:
         schema = resolve_schema(name)
-        weights = torch.randn(N, K, generator=Draw(1).generator).bfloat16()
+        weights = torch.randn(N, K, generator=draw.generator).bfloat16()
         yield Case(
             f"humming-{name}",
             humming_format(schema),
