@@ -92,21 +92,6 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
     )
 
 
-def test_dry_run_for_people(model: Path, tmp_path: Path) -> None:
-    options = ("--schema", "nvfp4", "--layout", "checkpoint", "--dry-run")
-    stdout = succeed("convert", model, "-o", tmp_path / "out", *options)
-    for text in (
-        "qwen_moe (model_type qwen3_moe",
-        "float4e2m1, float8e4m3 scale per group 16",
-        "24 converted",
-        "model.layers.[0-1].mlp.experts",
-        "warning: vLLM",
-        "nothing was written",
-    ):
-        assert text in stdout
-    assert not list(tmp_path.iterdir())
-
-
 def test_dry_run_notes_what_stands_in_the_way(model: Path, artifact: Path, tmp_path: Path) -> None:
     assert "finished artifact" in plan_of(model, "-o", artifact)["notes"][0]
     assert plan_of(model, "-o", artifact, "--overwrite")["notes"] == []
