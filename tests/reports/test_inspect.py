@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hqconv.api import inspect
-from hqconv.artifact.error_summary import summarize_errors
 from hqconv.artifact.manifest import read_manifest
 from hqconv.conversion.journal import FolderJournal, JournalEntry
 from hqconv.errors import RequestError, VerificationError
@@ -305,15 +304,6 @@ def test_layers_are_collapsed() -> None:
         ("experts", 1),
         ("model.layers.[40-41].mlp.experts", 2),
     ]
-
-
-def test_errors_are_summarized() -> None:
-    errors = {
-        name: {"w1": {"relative_error": e}} for name, e in (("a", 0.1), ("b", 0.3), ("c", 0.2))
-    }
-    errors["direct"] = {}
-    summary = summarize_errors(errors)
-    assert summary == {"w1": {"min": 0.1, "median": 0.2, "max": 0.3, "worst_block": "b"}}
 
 
 def test_schemas() -> None:

@@ -122,17 +122,9 @@ def test_a_false_artifact_and_what_is_left_over_are_seen(place: Place) -> None:
     [
         (0, "warning: x", ""),
         (4, "error: The disk is full.", ""),
-        (-9, "", ""),
-        (
-            -9,
-            "error: Another process is at work on this output.",
-            "",
-        ),  # killed between its message and its end
         (-9, "error: x\nerror: y", "2 messages"),
         (70, "internal error: KeyError", "a wrong code"),
-        (3, "error: x", "a wrong code"),
         (4, "", "0 messages"),
-        (4, "error: x\nerror: y", "2 messages"),
         (4, "error: x\nTraceback (most recent call last):", "a traceback"),
     ],
 )
