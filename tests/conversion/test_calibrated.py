@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.calibration import inputs
-from hqconv.calibration.inputs import ExpertInputs
 from hqconv.calibration.transformers_model import read_text
 from hqconv.conversion import resources
 from hqconv.errors import HqconvError, OutputError, RequestError
-from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning import calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.options import LayerChoice, Override
-from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.calibrated import OPTIONS, write_text
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, check, manifest, run, run_until
 from tests.make.damage import Damaged
 from tests.make.decodable import write_quantized
 from tests.make.families import FAMILIES, save_family
@@ -144,37 +139,19 @@ def calibrated(
 def test_threads_memory_parts_and_resuming_change_no_byte(deep: Path, tmp_path: Path) -> None:
     calibrated(deep, tmp_path / "one", threads=1)
     expected = snapshot(tmp_path / "one")
-    for threads, limit in ((2, {}), (5, {"max_memory": 60 << 20})):
-        calibrated(deep, tmp_path / str(threads), threads=threads, **limit)
-        assert snapshot(tmp_path / str(threads)) == expected
-    for order in (("1/2", "2/2"), ("3/3", "1/3", "2/3")):
-        out = tmp_path / f"parts-{len(order)}"
-        reports = [
-            calibrated(deep, out, part=part, threads=threads)
-            for threads, part in enumerate(order, 1)
-        ]
-        assert [report.is_complete for report in reports] == [False] * (len(order) - 1) + [True]
-        assert snapshot(out) == expected
+    calibrated(deep, tmp_path / "threads", threads=5, max_memory=60 << 20)
+    assert snapshot(tmp_path / "threads") == expected
+    reports = [calibrated(deep, tmp_path / "parts", part=part) for part in ("2/2", "1/2")]
+    assert [report.is_complete for report in reports] == [False, True]
+    assert snapshot(tmp_path / "parts") == expected
 
 
 @pytest.mark.usefixtures("in_batches")
-@pytest.mark.parametrize("broken", [2, 3])
-def test_a_conversion_that_was_interrupted_goes_on(
-    deep: Path, tmp_path: Path, broken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also under another text it is refused."""
+def test_a_conversion_that_was_interrupted_goes_on(deep: Path, tmp_path: Path) -> None:
+    """Under another text it is refused."""
     calibrated(deep, tmp_path / "whole")
-    of = ExpertInputs.of
-
-    def interrupted(self: ExpertInputs, layer: MoeLayer) -> Any:
-        if layer.index == broken:
-            raise OutputError("The power went out.")
-        return of(self, layer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ExpertInputs, "of", interrupted)
-        with pytest.raises(OutputError, match="power"):
-            calibrated(deep, tmp_path / "out", threads=1)
+    text = deep / "text"
+    run_until(deep / "src", tmp_path / "out", 2, "int4-g32", calibrate=text, **OPTIONS)
     changes: list[dict[str, Any]] = [
         {"calibrate": deep / "src" / "config.json"},
         {"calibrate_tokens": 47},
@@ -188,21 +165,12 @@ def test_a_conversion_that_was_interrupted_goes_on(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("schema", ["int4-g32-e4m3", "int3-g64-zp"])
-def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path, schema: str) -> None:
+def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path) -> None:
     """Errors are measured before any slice, and verify compares those of the ranks with them."""
-    grids = {
-        "one": (Grid(), "kernel"),
-        "ranks": (Grid(1, 2), "kernel"),
-        "packed": (Grid(), "checkpoint"),
-    }
-    if schema != "int3-g64-zp":
-        grids["tp"] = (Grid(2, 1), "kernel")
-    for name, (grid, layout) in grids.items():
-        calibrated(deep, tmp_path / name, schema, grid, layout=layout)
-    errors = {name: quantization_errors(tmp_path / name) for name in grids}
-    for name in grids:
-        assert errors[name] == errors["one"]
+    calibrated(deep, tmp_path / "packed", "int4-g32-e4m3", layout="checkpoint")
+    calibrated(deep, tmp_path / "ranks", "int4-g32-e4m3", Grid(2, 2))
+    assert quantization_errors(tmp_path / "packed") == quantization_errors(tmp_path / "ranks")
+    for name in ("packed", "ranks"):
         assert_verified(tmp_path / name, deep / "src")
 
 
@@ -282,12 +250,7 @@ def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> Non
     assert refused(deep, tmp_path / "out", "memory limit", max_memory=1 << 20)
     text = write_text(tmp_path / "text", 400_000)
     many: dict[str, Any] = {"calibrate_tokens": 400_000, "max_memory": 60 << 20}
-    error = refused(deep, tmp_path / "out", "run of the model does not fit", calibrate=text, **many)
-    size = re.match(r"([\d.]+) GiB, for .* 400000 tokens", error.expected)
-    hidden = json.loads((deep / "src" / "config.json").read_text())["hidden_size"]
-    assert size is not None
-    # Of the passes, and of a layer's inputs that are kept.
-    assert float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30
+    refused(deep, tmp_path / "out", "run of the model does not fit", calibrate=text, **many)
 
 
 # --- sources
@@ -377,17 +340,6 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     assert report.errors[of_model] != plain.errors[of_model]
     assert report.errors[of_draft] == plain.errors[of_draft]
     assert_verified(tmp_path / "out", src)
-
-
-def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
-    write_text(tmp_path / "text")
-    schema = resolve_schema("int4-g32")
-    override = [Override(None, ((1, 1),), LayerChoice(schema, schema), "a test")]
-    report = calibrated(tmp_path, tmp_path / "out", "mxfp4", overrides=override)
-    lost = [errors["w2"]["relative_error"] > 0 for errors in report.errors.values()]
-    assert lost == [False, True]
-    assert_verified(tmp_path / "out", tmp_path / "src")
 
 
 @pytest.mark.parametrize("schema", ["mxfp4+int3-g64", "int3-g64+mxfp4"])

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.model_card import read_evaluation
 from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import read_text
-from hqconv.cli.app import app
 from hqconv.conversion.executor import Executor
 from hqconv.errors import OutputError, RequestError
 from hqconv.evaluation import evaluate as evaluation
 from hqconv.planning import calibration
+from tests.make import command
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.families import save_family
 from tests.make.tensors import snapshot
@@ -158,17 +157,6 @@ def test_the_last_part_evaluates(made: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path / "out") == snapshot(made / "out")
 
 
-def test_the_manifest_has_the_number_of_tokens_that_were_read(made: Path, tmp_path: Path) -> None:
-    """A text that ends before the limit is the same under every larger one; nothing is held out then."""
-    options: dict[str, Any] = {"calibrate": made / "other"}
-    report = convert(made, tmp_path / "out", calibrate_tokens=1000, **options)
-    assert manifest(tmp_path / "out")["calibration"]["num_tokens"] == NUM_READ
-    assert report.evaluation is None
-    assert any("Nothing of the calibration's text was held out" in text for text in report.warnings)
-    again = convert(made, tmp_path / "out", calibrate_tokens=2000, resume=True, **options)
-    assert again.was_finished
-
-
 def test_another_text_is_evaluated_whole_also_without_a_calibration(
     made: Path, tmp_path: Path
 ) -> None:
@@ -203,17 +191,8 @@ def test_a_limit_needs_a_text(
 
 def call(made: Path, out: Path, *options: str) -> Any:
     common = ["--schema", "int2-g32", "--target", "sm90", "--device", "cpu"]
-    tokens = [
-        "--calibrate",
-        str(made / "text"),
-        "--calibrate-tokens",
-        "48",
-        "--calibrate-context",
-        "16",
-    ]
-    return CliRunner().invoke(
-        app, ["convert", str(made / "src"), "-o", str(out), *common, *tokens, *options]
-    )
+    tokens = ["--calibrate", made / "text", "--calibrate-tokens", 48, "--calibrate-context", 16]
+    return command.call("convert", made / "src", "-o", out, *common, *tokens, *options)
 
 
 def test_the_command_shows_the_figures_and_has_a_limit(made: Path, tmp_path: Path) -> None:

@@ -10,22 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv.api import describe_plan
-from hqconv.cli.app import app
 from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
+from tests.make.command import call
 from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
 OPTIONS: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu", "threads": 1}
-
-
-class StoppedError(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +45,6 @@ def after_first_group(act: Callable[[], object]) -> Callable[[Progress], None]:
             act()
 
     return listen
-
-
-def stop() -> None:
-    raise StoppedError
 
 
 @pytest.mark.parametrize("action", ["removed", "cut"])
@@ -191,10 +182,7 @@ def test_folders_and_schema_files_with_names_in_another_encoding(
     assert_verified(out, src)
     assert hqconv.inspect(out)["source"]["name"] == r"model caf\xe9"
     hqconv.convert(out, tmp_path / "again", **{**OPTIONS, "schema": "source"})
-    for command in (
-        ["report", str(out), "-o", str(tmp_path / f"{LATIN_1}.html")],
-        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run"],
-        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run", "--json"],
-    ):
-        done = CliRunner().invoke(app, command)
+    plan = ("convert", src, "--schema", file, "--target", "sm90", "--dry-run")
+    for command in (("report", out, "-o", tmp_path / f"{LATIN_1}.html"), plan, (*plan, "--json")):
+        done = call(*command)
         assert done.exit_code == 0, done.output
