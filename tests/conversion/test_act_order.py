@@ -275,8 +275,8 @@ def test_verify_finds_rows_that_stayed_behind(
 def test_verify_compares_the_recorded_order(tmp_path: Path) -> None:
     source = save(tmp_path / "src", Written().source())
     run(source, tmp_path / "out", "source")
-    words = manifest(tmp_path / "out")
-    del words["blocks"][LAYER]["intermediate_order"]
-    write_manifest(tmp_path / "out", words)
+    document = manifest(tmp_path / "out")
+    del document["blocks"][LAYER]["intermediate_order"]
+    write_manifest(tmp_path / "out", document)
     [result] = check(tmp_path / "out", source, "files").results
     assert any(finding.where.endswith("intermediate_order") for finding in result.findings)

@@ -81,7 +81,7 @@ def activations(words: Words) -> list[Words]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     done: dict[str, tuple[Path, Path]] = {}
 
     def make(case: str) -> tuple[Path, Path]:
@@ -96,10 +96,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 def edit(out: Path, change: Callable[[Words], object]) -> None:
-    words = manifest(out)
-    for layer in words["blocks"].values():
+    document = manifest(out)
+    for layer in document["blocks"].values():
         change(layer)
-    write_manifest(out, words)
+    write_manifest(out, document)
 
 
 def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = "") -> CheckResult:
@@ -144,9 +144,9 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_in_the_manifest_and_in_all_descriptions(
-    case: str, made: Callable[[str], tuple[Path, Path]]
+    case: str, converted: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    (source, out), expected = made(case), CASES[case][1]
+    (source, out), expected = converted(case), CASES[case][1]
     assert_verified(out, source)
     assert activations(manifest(out)) == expected
     each = [words for i, words in enumerate(expected) if i == 0 or words != expected[i - 1]]
@@ -165,9 +165,9 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
 
 @pytest.mark.parametrize("case", [case for case in CASES if "no" not in case])
 def test_the_kernel_check_computes_with_them(
-    case: str, made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    case: str, converted: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = kernel_on_cpu(made(case)[1], monkeypatch)
+    result = kernel_on_cpu(converted(case)[1], monkeypatch)
     assert result.status == "pass", result.findings
     assert len(result.measured) == len(CASES[case][1])
     assert all(0 < measured["kernel"] < 0.006 for measured in result.measured.values())
@@ -175,21 +175,21 @@ def test_the_kernel_check_computes_with_them(
 
 @pytest.mark.parametrize("case", ["bailing", "gpt_oss", "kimi"])
 def test_a_kernel_without_the_numbers_is_found(
-    case: str, made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    case: str, converted: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be if the name alone went to Humming."""
     plain = {"gpt_oss": "swigluoai", "bailing": "silu_clamp1"}.get(case, "silu")
-    assert kernel_on_cpu(made(case)[1], monkeypatch, plain).status == "fail"
+    assert kernel_on_cpu(converted(case)[1], monkeypatch, plain).status == "fail"
 
 
 def test_layers_that_are_known_by_name_only_are_passed_over(
-    made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    converted: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = kernel_on_cpu(made("not understood")[1], monkeypatch)
+    result = kernel_on_cpu(converted("not understood")[1], monkeypatch)
     assert (result.status, list(result.measured)) == ("pass", ["model.layers.0.mlp.experts"])
     (note,) = [note for note in result.notes if note.startswith("skipped: ")]
     assert "model.layers.1.mlp.experts: silu+swiglu_limits" in note
-    result = kernel_on_cpu(made("kimi, no beta")[1], monkeypatch)
+    result = kernel_on_cpu(converted("kimi, no beta")[1], monkeypatch)
     assert (result.status, result.measured) == ("skipped", {})
     assert "known by name only" in result.skipped
 
@@ -212,17 +212,17 @@ def test_one_layer_of_each_activation_is_looked_at(tmp_path: Path) -> None:
 
 
 def copied(
-    made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path
+    converted: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path
 ) -> tuple[Path, Path]:
-    source, out = made(case)
+    source, out = converted(case)
     return source, Path(shutil.copytree(out, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
 def test_numbers_that_are_none_are_a_damaged_manifest(
-    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    parameters: object, converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    _, out = copied(made, "gpt_oss", tmp_path)
+    _, out = copied(converted, "gpt_oss", tmp_path)
     edit(out, lambda layer: layer.update(activation_parameters=parameters))
     with pytest.raises(
         VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"
@@ -236,10 +236,10 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
     "parameters", [{"limit": 3.0, "alpha": 1.702, "beta": 1.0}, {"limit": "2"}, [2.0], {}], ids=str
 )
 def test_other_numbers_are_found(
-    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    parameters: object, converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     for against in (None, 0):
-        source, out = copied(made, "gpt_oss", tmp_path / str(against))
+        source, out = copied(converted, "gpt_oss", tmp_path / str(against))
         edit(out, lambda layer: layer.update(activation_parameters=parameters))
         report = check(out, source if against == 0 else None, "files")
         assert any("activation_parameters" in f.where + f.found for f in report.results[0].findings)

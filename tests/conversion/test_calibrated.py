@@ -32,7 +32,7 @@ from tests.make.tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a source, a text, and the artifact of both."""
     folder = tmp_path_factory.mktemp("calibrated")
     save_family(folder / "src", "qwen3_moe", inner=64)
@@ -65,17 +65,17 @@ def are_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     )
 
 
-def test_the_artifact_records_its_calibration_and_is_proven(made: Path) -> None:
-    words = manifest(made / "out")
-    assert (words["quantizer"], words["quantizer_version"]) == ("gptq", CALIBRATION_VERSION)
-    assert (words["calibration"]["name"], words["calibration"]["num_tokens"]) == ("text", 48)
-    assert_verified(made / "out", made / "src")
-    assert hqconv.inspect(made / "out")["calibration"] == words["calibration"]
+def test_the_artifact_records_its_calibration_and_is_proven(example: Path) -> None:
+    document = manifest(example / "out")
+    assert (document["quantizer"], document["quantizer_version"]) == ("gptq", CALIBRATION_VERSION)
+    assert (document["calibration"]["name"], document["calibration"]["num_tokens"]) == ("text", 48)
+    assert_verified(example / "out", example / "src")
+    assert hqconv.inspect(example / "out")["calibration"] == document["calibration"]
 
 
-def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "out", tmp_path / "out")
-    copy = Damaged(tmp_path / "out", made / "src", "int4-g32")
+def test_a_changed_code_and_a_changed_record_are_found(example: Path, tmp_path: Path) -> None:
+    shutil.copytree(example / "out", tmp_path / "out")
+    copy = Damaged(tmp_path / "out", example / "src", "int4-g32")
     layer = next(iter(manifest(copy.root)["blocks"]))
 
     def edit(words: dict[str, Any]) -> None:
@@ -84,24 +84,24 @@ def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Pat
     copy.edit_manifest(edit)
     (finding,) = [
         finding
-        for result in check(copy.root, made / "src", "weights").results
+        for result in check(copy.root, example / "src", "weights").results
         for finding in result.findings
     ]
     assert finding.where.endswith("w2: relative_error")
     copy.edit_manifest(lambda words: words["calibration"].update(device=5))
     assert not check(copy.root, None, "files").passed
-    shutil.copytree(made / "out", tmp_path / "flipped")
-    copy = Damaged(tmp_path / "flipped", made / "src", "int4-g32")
+    shutil.copytree(example / "out", tmp_path / "flipped")
+    copy = Damaged(tmp_path / "flipped", example / "src", "int4-g32")
     copy.flip(copy.path, f"{layer}.w13_weight", mask=0x10)
     copy.reseal()
-    assert not check(copy.root, made / "src", "weights").passed
+    assert not check(copy.root, example / "src", "weights").passed
 
 
-def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> None:
-    run(made / "src", tmp_path / "first", "mxfp4")
+def test_codes_that_are_kept_are_not_calibrated(example: Path, tmp_path: Path) -> None:
+    run(example / "src", tmp_path / "first", "mxfp4")
     plain = run(tmp_path / "first", tmp_path / "plain", "source")
     found = run(
-        tmp_path / "first", tmp_path / "found", "source", calibrate=made / "text", **OPTIONS
+        tmp_path / "first", tmp_path / "found", "source", calibrate=example / "text", **OPTIONS
     )
     assert not plain.warnings
     assert any(text.startswith("--calibrate has no effect") for text in found.warnings)
@@ -155,7 +155,6 @@ def test_a_conversion_that_was_interrupted_goes_on(deep: Path, tmp_path: Path) -
     changes: list[dict[str, Any]] = [
         {"calibrate": deep / "src" / "config.json"},
         {"calibrate_tokens": 47},
-        {"calibrate_context": 15},
     ]
     for changed in changes:
         with pytest.raises(OutputError, match="calibrat"):
@@ -328,8 +327,8 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     names = [name for name in tensors if ".layers.1." in name]
     tensors |= {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in names}
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
-    words = json.loads((src / "config.json").read_bytes())
-    (src / "config.json").write_text(json.dumps(words | {"num_nextn_predict_layers": 1}))
+    document = json.loads((src / "config.json").read_bytes())
+    (src / "config.json").write_text(json.dumps(document | {"num_nextn_predict_layers": 1}))
     report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
     of_model, of_draft = (f"model.layers.{number}.mlp.experts" for number in (1, 2))

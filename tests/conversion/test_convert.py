@@ -354,7 +354,7 @@ def check_checkpoint_layout(src: Path, out: Path, schema: WeightSchema, dtype: s
 
 def check_artifact(src: Path, out: Path) -> None:
     """Files, digests, accounting, config, index and copies; by json and hashlib alone."""
-    words = manifest(out)
+    document = manifest(out)
     on_disk = {
         p.relative_to(out).as_posix(): (
             len(data := p.read_bytes()),
@@ -363,20 +363,20 @@ def check_artifact(src: Path, out: Path) -> None:
         for p in out.rglob("*")
         if p.is_file() and p.name not in ("hqconv.json", "SHA256SUMS")
     }
-    assert {p: (f["size_bytes"], f["sha256"]) for p, f in words["files"].items()} == on_disk
-    assert list(words["files"]) == sorted(words["files"])
+    assert {p: (f["size_bytes"], f["sha256"]) for p, f in document["files"].items()} == on_disk
+    assert list(document["files"]) == sorted(document["files"])
     source = load_all(src)
     accounted = [
-        *words["tensors"]["converted"],
-        *words["tensors"]["copied"],
-        *words["tensors"]["dropped"],
+        *document["tensors"]["converted"],
+        *document["tensors"]["copied"],
+        *document["tensors"]["dropped"],
     ]
     assert sorted(accounted) == sorted(source)
     assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(
-        words["tensors"]["converted"]
+        document["tensors"]["converted"]
     )
     copied = load_all(out)
-    for name in words["tensors"]["copied"]:
+    for name in document["tensors"]["copied"]:
         assert (copied[name].dtype, copied[name].shape) == (source[name].dtype, source[name].shape)
         assert raw(copied[name]) == raw(source[name]), name
     check_index(out, copied)
@@ -390,9 +390,9 @@ def check_index(out: Path, tensors: Tensors) -> None:
     if shards == ["model.safetensors"] and not (out / "experts").exists():
         assert not index.exists()
         return
-    words = json.loads(index.read_bytes())
-    assert words["weight_map"] == where
-    assert words["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    document = json.loads(index.read_bytes())
+    assert document["weight_map"] == where
+    assert document["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     if len(shards) > 1:
         assert shards == [
             f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
@@ -420,20 +420,20 @@ def test_the_artifact_is_complete_and_says_what_it_is(
     grid = Grid(2, 2) if layout == "kernel" else Grid()
     summary = run(src, out, "mxfp4", grid, layout=layout)
     check_artifact(src, out)
-    words = manifest(out)
-    assert (words["tp"], words["ep"], words["layout"]) == (grid.tp, grid.ep, layout)
-    assert (words["target"], words["input_schema"], words["schema_name"]) == (
+    document = manifest(out)
+    assert (document["tp"], document["ep"], document["layout"]) == (grid.tp, grid.ep, layout)
+    assert (document["target"], document["input_schema"], document["schema_name"]) == (
         "sm90",
         "a16",
         "mxfp4",
     )
-    assert {f["name"] for f in words["source"]["files"]} == {
+    assert {f["name"] for f in document["source"]["files"]} == {
         p.name for p in src.glob("*.safetensors")
     }
     layers = expert_stacks(src)
-    assert list(words["blocks"]) == list(layers)
+    assert list(document["blocks"]) == list(layers)
     for name, parts in layers.items():
-        layer = words["blocks"][name]
+        layer = document["blocks"][name]
         assert layer["num_experts"] == len(parts["w1"])
         assert [layer["intermediate_size"], layer["hidden_size"]] == list(parts["w1"][0].shape)
     assert summary.num_bytes_out == sum(p.stat().st_size for p in out.rglob("*.safetensors"))
@@ -462,10 +462,10 @@ def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path
                 )
             each = [float((error / power).sqrt()) for error, power in sums]
             total = float((sum(e for e, _ in sums) / sum(p for _, p in sums)).sqrt())
-            words = manifest(tmp_path / "out")["blocks"][layer]["quantization_error"][role]
-            assert words["relative_error"] == pytest.approx(total, rel=1e-9)
-            assert words["worst_relative_error"] == pytest.approx(max(each), rel=1e-9)
-            assert words["worst_expert"] == int(np.argmax(each))
+            document = manifest(tmp_path / "out")["blocks"][layer]["quantization_error"][role]
+            assert document["relative_error"] == pytest.approx(total, rel=1e-9)
+            assert document["worst_relative_error"] == pytest.approx(max(each), rel=1e-9)
+            assert document["worst_expert"] == int(np.argmax(each))
 
 
 # --- the same bytes, whatever the way ----------------------------------------------------------------------

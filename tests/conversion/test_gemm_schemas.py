@@ -50,12 +50,12 @@ def test_each_gemm_is_that_of_its_schema_alone(
     both: tuple[str, str], grid: Grid, model: Path, tmp_path: Path
 ) -> None:
     run(model, tmp_path / "both", name_of(both), grid)
-    words = manifest(tmp_path / "both")
+    document = manifest(tmp_path / "both")
     fields = {
         gemm: resolve_schema(name).humming_fields()
         for gemm, name in zip(("w13", "w2"), both, strict=True)
     }
-    assert (words["format_version"], words["schema_name"], words["weight_schema"]) == (
+    assert (document["format_version"], document["schema_name"], document["weight_schema"]) == (
         2,
         name_of(both),
         fields,
@@ -77,8 +77,8 @@ def test_each_gemm_is_that_of_its_schema_alone(
                 for role, error in entry["quantization_error"].items()
                 if (role == "w2") == (gemm == "w2")
             }
-            assert errors.items() <= words["blocks"][layer]["quantization_error"].items()
-            assert entry[gemm] == words["blocks"][layer][gemm]
+            assert errors.items() <= document["blocks"][layer]["quantization_error"].items()
+            assert entry[gemm] == document["blocks"][layer][gemm]
     assert_verified(tmp_path / "both", model)
 
 
@@ -233,7 +233,7 @@ def test_slices_fit_both_gemms(tmp_path: Path) -> None:
 def test_exponents_are_fused_in_one_gemm(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "int4-g32+mxfp4", Grid(2), input_schema="int8")
     assert_verified(tmp_path / "out", model)
-    words = manifest(tmp_path / "out")
-    for layer in words["blocks"].values():
+    document = manifest(tmp_path / "out")
+    for layer in document["blocks"].values():
         assert not layer["w13"]["flags"]["use_fused_e8m0_scale"]
         assert layer["w2"]["flags"]["use_fused_e8m0_scale"]

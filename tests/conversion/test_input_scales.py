@@ -54,13 +54,13 @@ def test_every_rank_has_the_largest_scale_of_all_experts(
     source = save(tmp_path / "src", make())
     run(source, tmp_path / "out", schema, grid, input_schema=inputs)
     assert scales_in(tmp_path / "out") == {f"tp{t}-ep{e}": expected() for t, e in grid.ranks}
-    words = manifest(tmp_path / "out")
-    assert words["input_schema"] == inputs
-    assert words["activation_schema"]["input_quant_mode"] == "static_tensor"
-    recorded = {gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in ("w13", "w2")}
+    document = manifest(tmp_path / "out")
+    assert document["input_schema"] == inputs
+    assert document["activation_schema"]["input_quant_mode"] == "static_tensor"
+    recorded = {gemm: document["blocks"][LAYER][gemm]["input_scale"] for gemm in ("w13", "w2")}
     assert recorded == expected()
-    assert {name for name, _, _ in scale_names()} <= words["tensors"]["converted"].keys()
-    assert not words["tensors"]["dropped"]
+    assert {name for name, _, _ in scale_names()} <= document["tensors"]["converted"].keys()
+    assert not document["tensors"]["dropped"]
     assert_verified(tmp_path / "out", source)
 
 
@@ -182,8 +182,8 @@ def test_an_artifact_as_source_keeps_its_scales(tmp_path: Path) -> None:
         assert scales_in(out) == {f"tp{t}-ep{e}": expected() for t, e in grid.ranks}
         assert_verified(out, tmp_path / "first")
     run(tmp_path / "first", tmp_path / "plain", "source")
-    words = manifest(tmp_path / "plain")
-    assert len(words["tensors"]["dropped"]) == 2 * 4
+    document = manifest(tmp_path / "plain")
+    assert len(document["tensors"]["dropped"]) == 2 * 4
     assert_verified(tmp_path / "plain", tmp_path / "first")
     with pytest.raises(RequestError, match="not measured for these"):
         run(tmp_path / "first", tmp_path / "other", "int4", input_schema="int8-static")

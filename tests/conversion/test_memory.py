@@ -215,7 +215,7 @@ def test_one_worker_needs_no_more_than_planned(
 def test_a_coded_or_fused_expert_needs_no_more_than_planned(
     form: str, schema: str, meter: Meter, tmp_path: Path
 ) -> None:
-    src = write(tmp_path / "src", form, hidden=2048, inner=2048, experts=4).folder
+    src = write(tmp_path / "src", form, hidden=2048, inner=2048, experts=2).folder
     tiny = write(tmp_path / "tiny", form, hidden=256, inner=256, experts=2).folder
     bound = planned_bytes(src, schema, 1, "kernel", 1 << 30)
     found = meter.measure(src, tmp_path / "out", schema, 1 << 30, threads=1, tiny=str(tiny))

@@ -405,10 +405,10 @@ def test_a_manifest_that_lists_files_elsewhere_removes_none_of_them(
     outside.mkdir()
     (outside / "kept").write_bytes(b"x")
     out = finished(tmp_path / "out", "a.safetensors")
-    words = json.loads((out / "hqconv.json").read_bytes())
-    of_a = words["files"]["a.safetensors"]
-    words["files"] |= {path: of_a, "link": of_a}
-    (out / "hqconv.json").write_text(json.dumps(words))
+    document = json.loads((out / "hqconv.json").read_bytes())
+    of_a = document["files"]["a.safetensors"]
+    document["files"] |= {path: of_a, "link": of_a}
+    (out / "hqconv.json").write_text(json.dumps(document))
     (out / "link").symlink_to(outside)
     if path == "link/kept":
         replace(out, "b.safetensors")

@@ -58,8 +58,8 @@ def test_less_is_lost_and_the_artifact_is_proven(
     assert all(best[role] < (1 - gain) * plain[role] for role in plain)
     assert not both_ways(tmp_path / "mse", src).findings
     assert_verified(tmp_path / "mse", src)
-    words = manifest(tmp_path / "mse")
-    assert (words["quantizer"], words["quantizer_version"]) == ("mse", SEARCH_VERSION)
+    document = manifest(tmp_path / "mse")
+    assert (document["quantizer"], document["quantizer_version"]) == ("mse", SEARCH_VERSION)
     assert not {"quantizer", "quantizer_version"} & manifest(tmp_path / "rtn").keys()
 
 

@@ -81,13 +81,13 @@ def test_the_artifact_is_proven_and_gives_the_source_back(
     assert_verified(out, src)
     result = both_ways(out, src)
     assert not result.findings
-    words = manifest(out)
-    assert words["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
-    assert words["blocks"][LAYER]["conversion"] == "quantized"
+    document = manifest(out)
+    assert document["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
+    assert document["blocks"][LAYER]["conversion"] == "quantized"
     back = hqconv.dequantize(out, layer=LAYER)
     for expert in range(4):
         for role, weight in weights_of(src, expert).items():
-            error = words["blocks"][LAYER]["quantization_error"][role]["relative_error"]
+            error = document["blocks"][LAYER]["quantization_error"][role]["relative_error"]
             found = relative(back[role][expert], weight)
             assert (
                 0.8 * error < found < 1.25 * error + 0.002
@@ -128,9 +128,9 @@ def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     """Codes rotated in blocks of 128 under a manifest that says 64."""
     out = tmp_path / "out"
     run(src, out, schema_of("int8"), Grid(2))
-    words = manifest(out)
-    words["weight_schema"]["hadamard_block_size"] = 64
-    write_manifest(out, words)
+    document = manifest(out)
+    document["weight_schema"]["hadamard_block_size"] = 64
+    write_manifest(out, document)
     assert not check(out, src, "weights").passed
 
 

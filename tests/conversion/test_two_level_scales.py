@@ -74,11 +74,11 @@ def test_every_rank_has_hummings_scale(kind: str, target: str, grid: Grid, tmp_p
     }
     for gemm, scale in expected().items():
         assert wanted[gemm] == pytest.approx(scale, rel=1e-6)  # inverses are rounded twice
-    words = manifest(tmp_path / "out")
-    assert words["activation_schema"]["input_quant_mode"] == "static_tensor_dynamic_group"
-    assert {gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in wanted} == wanted
+    document = manifest(tmp_path / "out")
+    assert document["activation_schema"]["input_quant_mode"] == "static_tensor_dynamic_group"
+    assert {gemm: document["blocks"][LAYER][gemm]["input_scale"] for gemm in wanted} == wanted
     names = {name.replace("input_scale", STORED[kind]) for name, _, _ in scale_names()}
-    assert names <= words["tensors"]["converted"].keys()
+    assert names <= document["tensors"]["converted"].keys()
     assert_verified(tmp_path / "out", source)
 
 
