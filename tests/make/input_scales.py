@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from tests.make import configs
-from tests.make.small import ROLES, E, Source, Tensors, fp8_blocks, fp8_tensors, nvfp4, per_expert
+from tests.make.small import (
+    LAYER,
+    ROLES,
+    E,
+    Source,
+    Tensors,
+    fp8_blocks,
+    fp8_tensors,
+    nvfp4,
+    per_expert,
+)
 
 PART = "input_scale"
 
@@ -119,3 +131,14 @@ STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {
     "int8": (int8, "int8", "int8-static"),
 }
 """Writer, weight schema and input schema."""
+
+
+def scales_in(out: Path, tensor: str = PART) -> dict[str, dict[str, float]]:
+    """Rank → GEMM → the scale in its file."""
+    scales = {}
+    for path in sorted((out / "experts").rglob("*.safetensors")):
+        tensors = load_file(path)
+        found = {gemm: tensors[f"{LAYER}.{gemm}_{tensor}"] for gemm in ("w13", "w2")}
+        assert all((scale.dtype, scale.shape) == (torch.float32, (1,)) for scale in found.values())
+        scales[path.parent.name] = {gemm: scale.item() for gemm, scale in found.items()}
+    return scales
