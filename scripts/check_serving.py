@@ -146,13 +146,11 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
     assert mine["num_kernels"] == num_warm, f"{num_warm} of {mine['num_kernels']} kernels were warm"
     cells = [f"start with {num_warm} kernels of hqconv warm {mine['started_s']:.0f} s"]
-    parts = resolve_layer_schema(schema).each
-    if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in parts):
+    first, *more = resolve_layer_schema(schema).each
+    if not more and not ENGINE.checkpoint_layout_obstacle(first, "bfloat16"):
         hqconv.convert(source, work / "stock", **words, layout="checkpoint")
         variables = inputs_of_stock(args.inputs)
-        stock = serve(
-            work / "stock", work, engine, each_gemm=len(parts) > 1, variables=variables, **told
-        )
+        stock = serve(work / "stock", work, engine, variables=variables, **told)
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
         cells.append(f"same answers as the checkpoint layout, start {stock['started_s']:.0f} s")
     return cells

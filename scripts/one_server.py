@@ -27,10 +27,6 @@ GATE_S = 300.0
 def main() -> None:
     """Do a job; the process ends at once, with all that the engine started."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    if job.get("each_gemm"):  # of a checkpoint with a schema for each GEMM
-        from scripts.each_gemm import each_gemm
-
-        each_gemm().__enter__()
     from vllm import LLM
 
     words = {

@@ -177,18 +177,6 @@ def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
         hqconv.plan(model, config=tmp_path / "none.toml")
 
 
-def test_a_report_is_shown_on_one_line(model: Path, made: Path) -> None:
-    plan = hqconv.plan(model, schema="int4", target="sm90")
-    report = hqconv.convert(model, made, **OPTIONS_OF, resume=True)
-    verified = hqconv.verify(made, model, device="cpu")
-    gemms = hqconv.load(made, layer=LAYER).values()
-    for value in [plan, *plan.layers, *plan.units, report, verified, *verified.results, *gemms]:
-        text = repr(value)
-        assert len(text) < 200 + len(str(made)), text
-        assert "\n" not in text
-        assert type(value).__name__ in text
-
-
 def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
     model: Path, made: Path, tmp_path: Path
 ) -> None:

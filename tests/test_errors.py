@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hqconv.errors import InputError, number_text, plural, printable, printable_line, value_texts
-from tests.make.places import REPO
+from hqconv.errors import InputError, number_text, printable, printable_line, value_texts
 
 SHOWN = {
     "plain": ("model.layers.0", "model.layers.0"),
@@ -106,17 +105,3 @@ def test_a_number_is_told_from_another() -> None:
     assert value_texts(0.15, 0.15000001) == ("0.15", "0.15000001")
     first, second = value_texts(1.0, 1.0 + 2**-52)
     assert first != second
-
-
-def test_plurals() -> None:
-    assert [plural(count, "file") for count in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
-    assert [plural(count, "matrix", "matrices") for count in (1, 3)] == ["1 matrix", "3 matrices"]
-
-
-def test_nothing_counts_in_brackets() -> None:
-    wrong = [
-        path.name
-        for path in (REPO / "hqconv").rglob("*.py")
-        if re.search(r"[a-z]\(s\)", path.read_text())
-    ]
-    assert wrong == []

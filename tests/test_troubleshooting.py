@@ -87,10 +87,3 @@ def test_every_row_is_looked_at_and_no_message_stands_twice() -> None:
         r"^\| message \|.*\n\| --- .*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
     )
     assert sum(table.count("\n") for table in tables) == len(messages)
-
-
-def test_words_that_are_not_in_the_code_are_seen() -> None:
-    assert codes_of("The disk is full.") == {4}
-    assert codes_of("The disk is fool.") == set()
-    assert codes_of("There is no schema called '…'.") == set()
-    assert 2 not in codes_of("A weight is NaN or infinite.")

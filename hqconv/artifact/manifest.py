@@ -335,11 +335,6 @@ class TensorAccounting(Entry):
     dropped: dict[str, str]
 
 
-# Keys of a layer that is quantized in another way than the others.
-_REQUIRED_OVERRIDE = ("schema_name", "weight_schema", "input_schema", "target")
-OVERRIDE_KEYS = (*_REQUIRED_OVERRIDE, "activation_schema", "cuda")
-
-
 class Alteration(NamedTuple):
     """Difference between a manifest's bytes and its own digest."""
 

@@ -168,8 +168,19 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
-    """Return `out`, if neither folder lies in the other: a later run would mix them up. Raises OutputError."""
-    source, target = (Path(os.path.realpath(path)) for path in (source_folder, out))
+    """Return `out`, if neither folder lies in the other: a later run would mix them up. Raises OutputError.
+
+    So does a path that no folder can have: links in a circle, a zero byte, too long a name for the folder beside it.
+    """
+    from hqconv.conversion.output_folder import side_folder
+
+    source = source_folder.resolve()
+    try:
+        target = out.resolve()
+        side_folder(target).exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        what, remedy = "The output folder cannot have this path.", "Choose another with -o."
+        raise OutputError(what, where=str(out), found=str(error), remedy=remedy) from error
     if target.is_relative_to(source) or source.is_relative_to(target):
         what = "The output would lie in the source, or the source in it."
         expected, remedy = f"a folder outside of {source_folder}", "Choose another with -o."

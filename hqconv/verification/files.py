@@ -105,6 +105,10 @@ def _check_documents(artifact: Artifact, expected: ExpectedArtifact, result: Che
         documents.append((names.INDEX, expected.index, index))
     for path, planned, found in documents:
         for key, value, other in differences(planned, found):
+            if (
+                key == "quantizer_version"
+            ):  # of another hqconv: `check_search` says where that matters
+                continue
             result.add(f"{path}: {key}", sentence(key), short_text(value), short_text(other))
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv.errors import HqconvError, InputError, VerificationError
+from hqconv.errors import InputError, VerificationError
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
-from tests.make import processes
 from tests.make.conversions import check, manifest, run, write_manifest
-from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
@@ -97,29 +94,6 @@ def test_a_damaged_manifest_is_bad_input_where_the_artifact_is_a_source(
     assert not check(out, None, "files").passed  # an artifact that failed verification: exit code 1
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (("convert", "--schema=source", "--target=sm90", "--device=cpu"), 3),
-        (("convert", "--schema=source", "--target=sm90", "--device=cpu", "--dry-run"), 3),
-        (("verify", "--checks=files"), 1),
-    ],
-    ids=["convert", "dry-run", "verify"],
-)
-def test_exit_codes(
-    words: tuple[str, ...], code: int, made: dict[str, Path], tmp_path: Path
-) -> None:
-    out = copied(made, tmp_path)
-    alter(out)
-    command = [sys.executable, "-m", "hqconv", words[0], str(out), *words[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = processes.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code
-    assert ALTERED in done.stdout + done.stderr
-
-
 def test_an_altered_manifest_is_neither_loaded_nor_served(
     made: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -174,19 +148,6 @@ def test_a_source_that_lacks_a_file(made: dict[str, Path], tmp_path: Path) -> No
 # --- rank files
 
 
-@pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
-def test_load_holds_a_layer_of_the_manifest_to_the_file(
-    key: str, made: dict[str, Path], tmp_path: Path
-) -> None:
-    out = copied(made, tmp_path)
-    words = manifest(out)
-    words["blocks"][LAYER][key] *= 2
-    write_manifest(out, words)
-    with pytest.raises(HqconvError) as caught:
-        hqconv.load(out, layer=LAYER)
-    assert caught.value.exit_code == 1
-
-
 # --- an end while a large file is hashed
 
 
@@ -230,18 +191,3 @@ def test_an_interrupt_does_not_wait_for_a_digest(
         time.monotonic() - interrupted[0] < 60
     )  # two seconds, where other tests do not take the processors
     thread.join()
-
-
-def test_a_digest_asks_after_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_access, "_CHUNK_BYTES", 10)
-    (tmp_path / "x").write_bytes(bytes(95))
-    asked: list[int] = []
-
-    def keep_on() -> None:
-        asked.append(len(asked))
-        if len(asked) == 7:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        file_access.sha256_of(tmp_path / "x", keep_on)
-    assert len(asked) == 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from hqconv.schemas.artifact_names import (
 )
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
-from tests.make.damage import Damaged
 from tests.make.families import save_family
 from tests.make.qwen import write_qwen3_moe
 
@@ -44,10 +42,6 @@ def convert(
 
 def config_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_bytes()))
-
-
-def edit_config(folder: Path, **words: Any) -> None:
-    (folder / "config.json").write_text(json.dumps(config_of(folder) | words))
 
 
 def paths_in(folder: Path) -> set[str]:
@@ -147,40 +141,6 @@ def test_only_the_kernel_layout_has_the_entry(
         **config_of(first),
         "quantization_config": 0,
     }
-
-
-@pytest.mark.parametrize("own", ["weights.safetensors", None])
-def test_a_value_of_the_sources_own_comes_back(own: str | None, tmp_path: Path) -> None:
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    edit_config(src, **{KEY: own, "text_config": {KEY: "x.safetensors"}})
-    kernel = convert(src, tmp_path / "kernel")
-    words = config_of(kernel)
-    assert words[KEY] == words["text_config"][KEY] == NOT_FOR_TRANSFORMERS
-    again = convert(kernel, tmp_path / "again", schema="source")
-    assert config_of(again) == words
-    for number, one in enumerate((src, kernel, again)):
-        out = convert(one, tmp_path / str(number), "checkpoint", SCHEMA if one is src else "source")
-        found = config_of(out)
-        del found["quantization_config"]
-        assert found == config_of(src)
-
-
-def test_verify_sees_an_entry_that_was_changed(served: dict[str, Path], tmp_path: Path) -> None:
-    src = served["llama4"].parent / "llama4"
-    for number, words in enumerate(
-        ({KEY: "model-00001-of-00004.safetensors"}, {"text_config": {}})
-    ):
-        copy = Path(shutil.copytree(served["llama4"], tmp_path / str(number)))
-        inner = config_of(copy)["text_config"]
-        del inner[KEY]
-        edit_config(copy, **(words if KEY in words else {"text_config": inner}))
-        Damaged(copy, src, SCHEMA).reseal()
-        findings = [
-            f for result in conversions.check(copy, None, "files").results for f in result.findings
-        ]
-        assert {f.what for f in findings} == {
-            "A value is not what the request and the source give."
-        }
 
 
 CONFIGS: list[dict[str, Any]] = [

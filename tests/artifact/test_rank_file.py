@@ -157,9 +157,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a LayerConfig without an end": (metadata(w13="[" * 100_000), "layer config for w13"),
     "a LayerConfig that is a list": (metadata(w2="[1]"), "layer config for w2"),
     "another N": (config(shape_n=512), "expected: shape_n 256"),
-    "another K": (config(shape_k=256), "shape_k 128"),
     "no padding": (config(pad_shape_n=None), "pad_shape_n 0"),
-    "other experts": (config(num_experts=2), "num_experts 3(.|\\n)*num_experts 2"),
     "experts of another type": (
         config(num_experts=3.0),
         "expected: num_experts 3\n(.|\\n)*num_experts 3.0",
@@ -170,29 +168,9 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         metadata(format="tf"),
         "metadata are not a conversion's(.|\\n)*format tf",
     ),
-    "no experts": (config(num_experts=None), "num_experts 3(.|\\n)*num_experts None"),
     "quantized activations": (config(a_dtype="float8e4m3"), "expected: a_dtype bfloat16"),
-    "a mode of quantizing": (
-        config(input_quant_mode="dynamic_token"),
-        "expected: input_quant_mode none",
-    ),
-    "groups of activations": (
-        config(input_scale_group_size=128),
-        "expected: input_scale_group_size 0",
-    ),
-    "scales of activations": (config(as_dtype="float32"), "expected: as_dtype None"),
     "another target": (config(sm_version=80), "expected: sm_version 90"),
-    "no target": (config(sm_version=None), "expected: sm_version 90"),
     "other codes": (config(b_dtype="uint4"), "expected: b_dtype float4e2m1"),
-    "other scales": (config(bs_dtype="bfloat16"), "expected: bs_dtype float8e4m3"),
-    "a block of scales": (
-        config(weight_scale_group_size_n=128),
-        "expected: weight_scale_group_size_n 0",
-    ),
-    "groups of scales": (
-        config(weight_scale_group_size=32),
-        "expected: weight_scale_group_size 16",
-    ),
     "another layout": (config(use_packed_k_layout=True), "found: use_packed_k_layout True"),
     "a flag of another type": (
         config(use_fused_e8m0_scale=0),
@@ -283,26 +261,10 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(made: Path) -> None:
     is_damaged(caught)
 
 
-def test_another_layers_file_under_this_name_is_refused(out: Path) -> None:
-    """Of the same size, since its header is; its tensors bear their layer's name."""
-    shutil.copy(out / name_of(SECOND), out / name_of())
-    with pytest.raises(VerificationError, match=f"tensors named {FIRST}") as caught:
-        opened(out)
-    is_damaged(caught)
-
-
 def test_another_ranks_file_of_the_same_sizes_is_refused(out: Path) -> None:
     """Its metadata says whose it is; tensors and LayerConfigs are those of every rank."""
     shutil.copy(out / name_of(FIRST, 1, 0), out / name_of())
     with pytest.raises(VerificationError, match=r"tp0-ep0(.|\n)*tp1-ep0") as caught:
-        opened(out)
-    is_damaged(caught)
-
-
-def test_a_file_that_does_not_say_whose_it_is_is_refused(out: Path) -> None:
-    data = (out / name_of()).read_bytes()
-    (out / name_of()).write_bytes(data.replace(b'"rank":"tp0-ep0"', b'"rink":"tp0-ep0"'))
-    with pytest.raises(VerificationError, match="another rank") as caught:
         opened(out)
     is_damaged(caught)
 
@@ -361,20 +323,5 @@ def test_a_static_scale_that_is_none_is_refused(
     change, message = SCALES[what]
     rewrite(out, change)
     with pytest.raises(VerificationError, match=message) as caught:
-        opened(out)
-    is_damaged(caught)
-
-
-def test_a_scale_that_no_kernel_asks_for_is_refused(calibrated: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(calibrated / "fp8", tmp_path / "out"))
-    data = (calibrated / "fp8-static" / name_of()).read_bytes()
-    (out / name_of()).write_bytes(data)
-    view = json.loads((calibrated / "fp8" / name_of()).read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
-
-    def dynamic(header: dict[str, Any]) -> None:
-        header["__metadata__"] = view["__metadata__"]
-
-    rewrite(out, dynamic)
-    with pytest.raises(VerificationError, match=f"{SCALE}(.|\n)*expected: absent") as caught:
         opened(out)
     is_damaged(caught)

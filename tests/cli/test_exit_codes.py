@@ -165,6 +165,7 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     assert call("schemas").exit_code == (0 if isinstance(error, BrokenPipeError) else 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "more", "code"),
     [

@@ -148,15 +148,3 @@ def test_80_columns_lose_no_word(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert "…" not in done.stdout
     assert model.name in "".join(line.strip() for line in lines)
-
-
-def test_a_summary_counts_one_thing(tmp_path: Path) -> None:
-    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
-    command = ("convert", model, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90")
-    text = call(*command, "--device", "cpu", "--threads", 1).stdout
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "layers 1, for 1 rank" in lines
-    assert any(line.endswith(", 1 worker") for line in lines)
-    (tmp_path / "out" / "tokenizer.json").unlink()
-    seen = call("inspect", tmp_path / "out").stdout
-    assert "1 file missing or resized: tokenizer.json" in seen

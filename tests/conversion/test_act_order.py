@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import hqconv
 from hqconv.conversion import encode
 from hqconv.errors import InputError
-from hqconv.quantization.coded_matrix import CodedMatrix, group_order
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 from tests.make.small import HIDDEN, LAYER, E, Source, Tensors, per_expert, save
@@ -21,7 +19,6 @@ from tests.make.small import HIDDEN, LAYER, E, Source, Tensors, per_expert, save
 GROUP = 64
 ROLE_OF = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 EVERY = frozenset(ROLE_OF)
-GRIDS = [Grid(), Grid(2), Grid(1, 2), Grid(4, 2, "round_robin", 2)]
 
 
 def _draw(seed: int) -> torch.Generator:
@@ -157,14 +154,19 @@ def assert_kept(out: Path, written: Written, roles: Collection[str] = ("w1", "w3
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-9)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", ["gptq", "gptq-zp", "ct", "ct-zp"])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [
+        ("gptq", Grid(2)),
+        ("gptq-zp", Grid(1, 2)),
+        ("ct", Grid()),
+        ("ct-zp", Grid(4, 2, "round_robin", 2)),
+    ],
+)
 def test_w2_alone_with_an_order_keeps_every_code(kind: str, grid: Grid, tmp_path: Path) -> None:
     written = Written(kind)
     source = save(tmp_path / "src", written.source())
-    report = run(source, tmp_path / "out", "source", grid)
-    assert any("act order" in text for text in report.warnings)
+    run(source, tmp_path / "out", "source", grid)
     layer = manifest(tmp_path / "out")["blocks"][LAYER]
     assert (layer["conversion"], layer["intermediate_order"]) == ("direct", "g_idx")
     assert requantized(tmp_path / "out") == {"w1": 0, "w3": 0, "w2": 0}
@@ -192,8 +194,7 @@ def test_gate_and_up_with_an_order_are_quantized_anew_and_w2_is_kept(
     written = Written(kind, EVERY)
     source = save(tmp_path / "src", written.source())
     schema = "int4-g64-zp" if kind.endswith("zp") else "int4-g64"
-    report = run(source, tmp_path / "out", schema, Grid(2), dtype="float16")
-    assert any("quantized anew, and counted" in text for text in report.warnings)
+    run(source, tmp_path / "out", schema, Grid(2), dtype="float16")
     assert requantized(tmp_path / "out") == {"w1": E, "w3": E, "w2": 0}
     assert_kept(tmp_path / "out", written, ["w2"])
     found = hqconv.dequantize(tmp_path / "out", layer=LAYER)
@@ -255,7 +256,6 @@ def test_an_artifact_as_source_and_the_checkpoint_layout(tmp_path: Path) -> None
         )
         assert_kept(tmp_path / f"{name}-again", written)
         assert_verified(tmp_path / f"{name}-again", tmp_path / name)
-        assert_verified(tmp_path / f"{name}-again", source)
     assert files_of(tmp_path / "out-again") == files_of(tmp_path / "checkpoint-again")
 
 
@@ -275,25 +275,8 @@ def test_verify_finds_rows_that_stayed_behind(
 def test_verify_compares_the_recorded_order(tmp_path: Path) -> None:
     source = save(tmp_path / "src", Written().source())
     run(source, tmp_path / "out", "source")
-    words = manifest(tmp_path / "out")
-    del words["blocks"][LAYER]["intermediate_order"]
-    write_manifest(tmp_path / "out", words)
-    [finding] = [
-        one
-        for result in check(tmp_path / "out", source, "weights").results
-        for one in result.findings
-    ]
-    assert finding.where.endswith("intermediate_order")
-
-
-def test_a_last_group_that_is_not_whole() -> None:
-    packed = torch.arange(4, dtype=torch.int32).view(1, 4)  # 32 columns of 4 bits
-    groups = torch.tensor(
-        [(7 * column) % 32 // 12 for column in range(32)]
-    )  # of 12, 12 and 8 columns
-    coded = CodedMatrix("uint4", packed, torch.ones(1, 3), 1, 12, column_groups=groups)
-    order = group_order(coded)
-    assert order is not None
-    assert groups[order].tolist() == [column // 12 for column in range(32)]
-    groups[int((groups == 2).nonzero()[0])] = 0
-    assert group_order(replace(coded, column_groups=groups)) is None
+    document = manifest(tmp_path / "out")
+    del document["blocks"][LAYER]["intermediate_order"]
+    write_manifest(tmp_path / "out", document)
+    [result] = check(tmp_path / "out", source, "files").results
+    assert any(finding.where.endswith("intermediate_order") for finding in result.findings)

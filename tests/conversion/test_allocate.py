@@ -13,17 +13,15 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
 from hqconv.conversion.allocate import GemmChoice, choose
 from hqconv.errors import RequestError
 from hqconv.schemas.options import load_recipe
+from tests.make import command
 from tests.make.conversions import assert_verified, manifest
 from tests.make.decodable import write_quantized
 from tests.make.families import moe_layers, save_family
-from tests.make.qwen import read_tree
 from tests.make.tokenizer import write_tokenizer
 from tests.make.uneven import text_of, write_uneven
 
@@ -124,7 +122,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(uneven: Path) -> dict[str, Any]:
     """An allocation with about the mean size of both candidates."""
-    least = allocate(uneven, uneven / "any.toml", bits=64, candidates=PAIR, **LONG)
+    least = allocate(uneven, uneven / "any.toml", bits=64, candidates=PAIR, **SMALL)
     first, second = (least["uniform"][name]["size_bytes"] for name in PAIR)
     size = (3 * first + 5 * second) // 8  # no whole number of layers
     return allocate(uneven, uneven / "recipe.toml", size=size, candidates=PAIR, **LONG)
@@ -278,21 +276,13 @@ def test_paths_in_a_recipe_are_relative_to_it(
     assert manifest(tmp_path / "out")["calibration"]["name"] == "text"
 
 
-def test_the_same_bytes_with_any_number_of_threads(small: Path, tmp_path: Path) -> None:
-    for threads in (1, 8):
-        (tmp_path / str(threads)).mkdir()
-        few(small, tmp_path / str(threads) / "recipe.toml", threads=threads)
-    assert read_tree(tmp_path / "1") == read_tree(tmp_path / "8")
-
-
 def test_the_command_prints_one_document(small: Path, tmp_path: Path) -> None:
     def call(*more: object) -> Any:
-        words = [
+        return command.call(
             *("allocate", small / "src", "--candidates", "int3-g32,int8", "--target", "h200"),
             *("--calibrate", small / "text", "--calibrate-tokens", 48, "--calibrate-context", 16),
             *("--device", "cpu", "--bits", 64, "-o", tmp_path / "r.toml", *more),
-        ]
-        return CliRunner().invoke(app, [str(word) for word in words])
+        )
 
     done = call("--json")
     assert done.exit_code == 0, done.output

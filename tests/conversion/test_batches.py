@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hqconv.conversion.encode_batch import Batch, Piece, Run, split_runs, split_unit
-from hqconv.errors import InputError
-from hqconv.models.moe_layer import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
-from hqconv.schemas.tensors import TensorRef
-from hqconv.sources.safetensors import SafetensorsSource
-from tests.make import conversions
 from tests.make.conversions import open_plan
 from tests.make.qwen import write_qwen3_moe
 
@@ -54,64 +47,6 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
             assert ends == {ref.name: ref.num_bytes for ref in group.refs if ref.num_bytes}
 
 
-def test_the_parts_of_a_piece_are_its_bytes_in_order(tmp_path: Path) -> None:
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=2), "mxfp4")
-    source.close()
-    for group in (group for group in plan.units if not isinstance(group, MoeLayerPlan)):
-        for piece in (piece for piece in split_unit(group, 1, 50_000) if isinstance(piece, Piece)):
-            for num_bytes in (999, 4096, piece.num_bytes - 1, piece.num_bytes, 1 << 30):
-                parts, end = piece.parts(num_bytes), 0
-                for begin, part in parts:
-                    assert begin == end
-                    end += part.num_bytes
-                assert end == piece.num_bytes
-                assert len(parts) == -(-piece.num_bytes // num_bytes)
-                joined: list[tuple[TensorRef, int, int]] = []
-                for ref, start, size in (span for _, part in parts for span in part.spans):
-                    if joined and joined[-1][0] is ref:
-                        assert joined[-1][1] + joined[-1][2] == start
-                        joined[-1] = (ref, joined[-1][1], joined[-1][2] + size)
-                    else:
-                        joined.append((ref, start, size))
-                assert tuple(joined) == piece.spans
-
-
-def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
-    _, plan = open_plan(model, "mxfp4")
-    refs = [
-        ref for group in plan.units if not isinstance(group, MoeLayerPlan) for ref in group.refs
-    ]
-    victim, real = (
-        sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2],
-        SafetensorsSource.read_into,
-    )
-
-    def read(self: SafetensorsSource, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
-        first = ref.offset_bytes + start
-        if (
-            first < victim.offset_bytes + victim.num_bytes
-            and first + len(buffer) > victim.offset_bytes
-        ):
-            raise InputError("A tensor cannot be read.", where=f"tensor {ref.name}")
-        real(self, ref, buffer, start)
-
-    real_all = SafetensorsSource.read_all_into
-
-    def read_all(self: SafetensorsSource, pieces: Iterable[tuple[TensorRef, memoryview]]) -> None:
-        for ref, buffer in (given := list(pieces)):
-            read(self, ref, buffer)
-        real_all(self, given)
-
-    monkeypatch.setattr(SafetensorsSource, "read_into", read)
-    monkeypatch.setattr(SafetensorsSource, "read_all_into", read_all)
-    with pytest.raises(InputError) as caught:
-        conversions.run(model, tmp_path / "out", "mxfp4")
-    assert caught.value.where == f"tensor {victim.name}"
-
-
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 40))
 def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
     files = [bytearray(size) for size in sizes]
@@ -127,17 +62,3 @@ def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
     assert [bytes(file) for file in files] == [run.data.numpy().tobytes() for run in runs]
     assert all(sum(run.num_bytes for run in share) < 2 * num_bytes for share in dealt)
     assert all(sum(run.num_bytes for run in share) >= num_bytes for share in dealt[:-1])
-
-
-def test_ranges_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
-    source, plan = open_plan(
-        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=6), "mxfp4"
-    )
-    source.close()
-    layout = RawLayout(plan.layers[0].layer, range(1, 5))
-    pieces = layout.pieces(1 << 16)
-    assert len(pieces) > 1
-    ranges = [one for piece in pieces for one in piece]
-    assert sorted(ranges, key=lambda one: one[1]) == sorted(layout.ranges, key=lambda one: one[1])
-    places = [(ref.file, ref.offset_bytes) for ref, _ in ranges]
-    assert places == sorted(places)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.calibration import inputs
-from hqconv.calibration.inputs import ExpertInputs
 from hqconv.calibration.transformers_model import read_text
 from hqconv.conversion import resources
 from hqconv.errors import HqconvError, OutputError, RequestError
-from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning import calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.options import LayerChoice, Override
-from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.calibrated import OPTIONS, write_text
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, check, manifest, run, run_until
 from tests.make.damage import Damaged
 from tests.make.decodable import write_quantized
 from tests.make.families import FAMILIES, save_family
@@ -37,7 +32,7 @@ from tests.make.tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a source, a text, and the artifact of both."""
     folder = tmp_path_factory.mktemp("calibrated")
     save_family(folder / "src", "qwen3_moe", inner=64)
@@ -70,17 +65,17 @@ def are_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     )
 
 
-def test_the_artifact_records_its_calibration_and_is_proven(made: Path) -> None:
-    words = manifest(made / "out")
-    assert (words["quantizer"], words["quantizer_version"]) == ("gptq", CALIBRATION_VERSION)
-    assert (words["calibration"]["name"], words["calibration"]["num_tokens"]) == ("text", 48)
-    assert_verified(made / "out", made / "src")
-    assert hqconv.inspect(made / "out")["calibration"] == words["calibration"]
+def test_the_artifact_records_its_calibration_and_is_proven(example: Path) -> None:
+    document = manifest(example / "out")
+    assert (document["quantizer"], document["quantizer_version"]) == ("gptq", CALIBRATION_VERSION)
+    assert (document["calibration"]["name"], document["calibration"]["num_tokens"]) == ("text", 48)
+    assert_verified(example / "out", example / "src")
+    assert hqconv.inspect(example / "out")["calibration"] == document["calibration"]
 
 
-def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "out", tmp_path / "out")
-    copy = Damaged(tmp_path / "out", made / "src", "int4-g32")
+def test_a_changed_code_and_a_changed_record_are_found(example: Path, tmp_path: Path) -> None:
+    shutil.copytree(example / "out", tmp_path / "out")
+    copy = Damaged(tmp_path / "out", example / "src", "int4-g32")
     layer = next(iter(manifest(copy.root)["blocks"]))
 
     def edit(words: dict[str, Any]) -> None:
@@ -89,24 +84,24 @@ def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Pat
     copy.edit_manifest(edit)
     (finding,) = [
         finding
-        for result in check(copy.root, made / "src", "weights").results
+        for result in check(copy.root, example / "src", "weights").results
         for finding in result.findings
     ]
     assert finding.where.endswith("w2: relative_error")
     copy.edit_manifest(lambda words: words["calibration"].update(device=5))
     assert not check(copy.root, None, "files").passed
-    shutil.copytree(made / "out", tmp_path / "flipped")
-    copy = Damaged(tmp_path / "flipped", made / "src", "int4-g32")
+    shutil.copytree(example / "out", tmp_path / "flipped")
+    copy = Damaged(tmp_path / "flipped", example / "src", "int4-g32")
     copy.flip(copy.path, f"{layer}.w13_weight", mask=0x10)
     copy.reseal()
-    assert not check(copy.root, made / "src", "weights").passed
+    assert not check(copy.root, example / "src", "weights").passed
 
 
-def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> None:
-    run(made / "src", tmp_path / "first", "mxfp4")
+def test_codes_that_are_kept_are_not_calibrated(example: Path, tmp_path: Path) -> None:
+    run(example / "src", tmp_path / "first", "mxfp4")
     plain = run(tmp_path / "first", tmp_path / "plain", "source")
     found = run(
-        tmp_path / "first", tmp_path / "found", "source", calibrate=made / "text", **OPTIONS
+        tmp_path / "first", tmp_path / "found", "source", calibrate=example / "text", **OPTIONS
     )
     assert not plain.warnings
     assert any(text.startswith("--calibrate has no effect") for text in found.warnings)
@@ -144,41 +139,22 @@ def calibrated(
 def test_threads_memory_parts_and_resuming_change_no_byte(deep: Path, tmp_path: Path) -> None:
     calibrated(deep, tmp_path / "one", threads=1)
     expected = snapshot(tmp_path / "one")
-    for threads, limit in ((2, {}), (5, {"max_memory": 60 << 20})):
-        calibrated(deep, tmp_path / str(threads), threads=threads, **limit)
-        assert snapshot(tmp_path / str(threads)) == expected
-    for order in (("1/2", "2/2"), ("3/3", "1/3", "2/3")):
-        out = tmp_path / f"parts-{len(order)}"
-        reports = [
-            calibrated(deep, out, part=part, threads=threads)
-            for threads, part in enumerate(order, 1)
-        ]
-        assert [report.is_complete for report in reports] == [False] * (len(order) - 1) + [True]
-        assert snapshot(out) == expected
+    calibrated(deep, tmp_path / "threads", threads=5, max_memory=60 << 20)
+    assert snapshot(tmp_path / "threads") == expected
+    reports = [calibrated(deep, tmp_path / "parts", part=part) for part in ("2/2", "1/2")]
+    assert [report.is_complete for report in reports] == [False, True]
+    assert snapshot(tmp_path / "parts") == expected
 
 
 @pytest.mark.usefixtures("in_batches")
-@pytest.mark.parametrize("broken", [2, 3])
-def test_a_conversion_that_was_interrupted_goes_on(
-    deep: Path, tmp_path: Path, broken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also under another text it is refused."""
+def test_a_conversion_that_was_interrupted_goes_on(deep: Path, tmp_path: Path) -> None:
+    """Under another text it is refused."""
     calibrated(deep, tmp_path / "whole")
-    of = ExpertInputs.of
-
-    def interrupted(self: ExpertInputs, layer: MoeLayer) -> Any:
-        if layer.index == broken:
-            raise OutputError("The power went out.")
-        return of(self, layer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ExpertInputs, "of", interrupted)
-        with pytest.raises(OutputError, match="power"):
-            calibrated(deep, tmp_path / "out", threads=1)
+    text = deep / "text"
+    run_until(deep / "src", tmp_path / "out", 2, "int4-g32", calibrate=text, **OPTIONS)
     changes: list[dict[str, Any]] = [
         {"calibrate": deep / "src" / "config.json"},
         {"calibrate_tokens": 47},
-        {"calibrate_context": 15},
     ]
     for changed in changes:
         with pytest.raises(OutputError, match="calibrat"):
@@ -188,21 +164,12 @@ def test_a_conversion_that_was_interrupted_goes_on(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("schema", ["int4-g32-e4m3", "int3-g64-zp"])
-def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path, schema: str) -> None:
+def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path) -> None:
     """Errors are measured before any slice, and verify compares those of the ranks with them."""
-    grids = {
-        "one": (Grid(), "kernel"),
-        "ranks": (Grid(1, 2), "kernel"),
-        "packed": (Grid(), "checkpoint"),
-    }
-    if schema != "int3-g64-zp":
-        grids["tp"] = (Grid(2, 1), "kernel")
-    for name, (grid, layout) in grids.items():
-        calibrated(deep, tmp_path / name, schema, grid, layout=layout)
-    errors = {name: quantization_errors(tmp_path / name) for name in grids}
-    for name in grids:
-        assert errors[name] == errors["one"]
+    calibrated(deep, tmp_path / "packed", "int4-g32-e4m3", layout="checkpoint")
+    calibrated(deep, tmp_path / "ranks", "int4-g32-e4m3", Grid(2, 2))
+    assert quantization_errors(tmp_path / "packed") == quantization_errors(tmp_path / "ranks")
+    for name in ("packed", "ranks"):
         assert_verified(tmp_path / name, deep / "src")
 
 
@@ -288,12 +255,7 @@ def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> Non
     assert refused(deep, tmp_path / "out", "memory limit", max_memory=1 << 20)
     text = write_text(tmp_path / "text", 400_000)
     many: dict[str, Any] = {"calibrate_tokens": 400_000, "max_memory": 60 << 20}
-    error = refused(deep, tmp_path / "out", "run of the model does not fit", calibrate=text, **many)
-    size = re.match(r"([\d.]+) GiB, for .* 400000 tokens", error.expected)
-    hidden = json.loads((deep / "src" / "config.json").read_text())["hidden_size"]
-    assert size is not None
-    # Of the passes, and of a layer's inputs that are kept.
-    assert float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30
+    refused(deep, tmp_path / "out", "run of the model does not fit", calibrate=text, **many)
 
 
 # --- sources
@@ -371,8 +333,8 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     names = [name for name in tensors if ".layers.1." in name]
     tensors |= {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in names}
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
-    words = json.loads((src / "config.json").read_bytes())
-    (src / "config.json").write_text(json.dumps(words | {"num_nextn_predict_layers": 1}))
+    document = json.loads((src / "config.json").read_bytes())
+    (src / "config.json").write_text(json.dumps(document | {"num_nextn_predict_layers": 1}))
     report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
     of_model, of_draft = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
@@ -383,17 +345,6 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     assert report.errors[of_model] != plain.errors[of_model]
     assert report.errors[of_draft] == plain.errors[of_draft]
     assert_verified(tmp_path / "out", src)
-
-
-def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
-    write_text(tmp_path / "text")
-    schema = resolve_schema("int4-g32")
-    override = [Override(None, ((1, 1),), LayerChoice(schema, schema), "a test")]
-    report = calibrated(tmp_path, tmp_path / "out", "mxfp4", overrides=override)
-    lost = [errors["w2"]["relative_error"] > 0 for errors in report.errors.values()]
-    assert lost == [False, True]
-    assert_verified(tmp_path / "out", tmp_path / "src")
 
 
 @pytest.mark.parametrize("schema", ["mxfp4+int3-g64", "int3-g64+mxfp4"])

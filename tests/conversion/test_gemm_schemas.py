@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import GROUPS, Grid
-from hqconv.schemas.weight_schema import (
-    PARAM_DTYPES,
-    SchemaPair,
-    WeightSchema,
-    pair,
-    resolve_layer_schema,
-    resolve_schema,
-)
+from hqconv.schemas.weight_schema import SchemaPair, pair, resolve_layer_schema, resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, open_plan, run, write_manifest
-from tests.make.effort import num_examples
-from tests.make.matrices import SCHEMAS
 from tests.make.models import save_model
 from tests.make.tensors import assert_same, load_all, snapshot
 
@@ -55,30 +42,6 @@ def name_of(both: tuple[str, str]) -> str:
     return "+".join(both)
 
 
-@settings(max_examples=num_examples(15), deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    both=st.tuples(*[st.sampled_from(SCHEMAS)] * 2).filter(lambda both: both[0] != both[1]),
-    grid=st.sampled_from(GRIDS[:2]),
-    dtype=st.sampled_from(PARAM_DTYPES),
-)
-def test_any_two_schemas(
-    both: tuple[str, str],
-    grid: Grid,
-    dtype: str,
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    out = tmp_path_factory.mktemp("pair")
-    run(model, out / "both", name_of(both), grid, dtype=dtype)
-    weights = hqconv.dequantize(out / "both", layer=LAYER)
-    for gemm, name in zip(("w13", "w2"), both, strict=True):
-        run(model, out / gemm, name, grid, dtype=dtype)
-        for role, one in hqconv.dequantize(out / gemm, layer=LAYER).items():
-            assert (role == "w2") != (gemm == "w2") or torch.equal(weights[role], one)
-    assert_verified(out / "both", model)
-    shutil.rmtree(out)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("both", "grid"), [(both, GRIDS[n % 3]) for n, both in enumerate(PAIRS)], ids=str
@@ -87,12 +50,12 @@ def test_each_gemm_is_that_of_its_schema_alone(
     both: tuple[str, str], grid: Grid, model: Path, tmp_path: Path
 ) -> None:
     run(model, tmp_path / "both", name_of(both), grid)
-    words = manifest(tmp_path / "both")
+    document = manifest(tmp_path / "both")
     fields = {
         gemm: resolve_schema(name).humming_fields()
         for gemm, name in zip(("w13", "w2"), both, strict=True)
     }
-    assert (words["format_version"], words["schema_name"], words["weight_schema"]) == (
+    assert (document["format_version"], document["schema_name"], document["weight_schema"]) == (
         2,
         name_of(both),
         fields,
@@ -114,8 +77,8 @@ def test_each_gemm_is_that_of_its_schema_alone(
                 for role, error in entry["quantization_error"].items()
                 if (role == "w2") == (gemm == "w2")
             }
-            assert errors.items() <= words["blocks"][layer]["quantization_error"].items()
-            assert entry[gemm] == words["blocks"][layer][gemm]
+            assert errors.items() <= document["blocks"][layer]["quantization_error"].items()
+            assert entry[gemm] == document["blocks"][layer][gemm]
     assert_verified(tmp_path / "both", model)
 
 
@@ -125,32 +88,18 @@ def test_it_is_decoded_and_a_source_like_any_other(
     both: tuple[str, str], model: Path, tmp_path: Path
 ) -> None:
     run(model, tmp_path / "out", name_of(both), Grid(3))
-    weights = hqconv.dequantize(tmp_path / "out", layer=LAYER)
-    for gemm, name in zip(("w13", "w2"), both, strict=True):
-        run(model, tmp_path / gemm, name)
-        for role, one in hqconv.dequantize(tmp_path / gemm, layer=LAYER).items():
-            if (role == "w2") == (gemm == "w2"):
-                assert torch.equal(weights[role], one), role
     run(tmp_path / "out", tmp_path / "cut", "source", Grid(2))
     run(model, tmp_path / "again", name_of(both), Grid(2))
     assert (
         manifest(tmp_path / "cut")["weight_schema"] == manifest(tmp_path / "again")["weight_schema"]
     )
-    assert_same_experts(tmp_path / "cut", tmp_path / "again")
-    assert_verified(tmp_path / "cut", model)
+    assert snapshot(tmp_path / "cut/experts") == snapshot(tmp_path / "again/experts")
+    assert_verified(tmp_path / "cut", tmp_path / "out")
     run(tmp_path / "out", tmp_path / "other", f"{both[0]}+int7-g32")  # one of its codes is kept
     assert (
         manifest(tmp_path / "other")["blocks"][LAYER]["conversion"] == "w13 direct; w2 requantized"
     )
     assert_verified(tmp_path / "other", tmp_path / "out")
-
-
-def assert_same_experts(one: Path, other: Path) -> None:
-    for path in (one / "experts").rglob("*.safetensors"):
-        ours, theirs = load_file(path), load_file(other / path.relative_to(one))
-        assert ours.keys() == theirs.keys()
-        for key, tensor in ours.items():
-            assert_same(tensor, theirs[key], (path, key))
 
 
 @pytest.mark.sampled(2)
@@ -176,10 +125,10 @@ def test_checkpoint_layout(both: tuple[str, str], model: Path, tmp_path: Path) -
     if not any(resolve_schema(name).is_coupled for name in both):
         run(tmp_path / "out", tmp_path / "kernel", "source", Grid(2))
         run(model, tmp_path / "again", name_of(both), Grid(2))
-        assert_same_experts(tmp_path / "kernel", tmp_path / "again")
+        assert snapshot(tmp_path / "kernel/experts") == snapshot(tmp_path / "again/experts")
 
 
-def test_searches_parts_and_updates(model: Path, tmp_path: Path) -> None:
+def test_searches_and_parts(model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"quantizer": "mse"}
     name = "int3-g64+int4-g32"
     run(model, tmp_path / "whole", name, Grid(2), **options)
@@ -192,8 +141,6 @@ def test_searches_parts_and_updates(model: Path, tmp_path: Path) -> None:
     assert_same(
         load_file(tmp_path / "whole" / path)[key], load_file(tmp_path / "w2" / path)[key], key
     )
-    again = run(model, tmp_path / "whole", name, Grid(2), update=True, **options)
-    assert again.was_finished
     assert_verified(tmp_path / "whole", model)
 
 
@@ -218,24 +165,19 @@ def test_faults_are_found_in_each_gemm(model: Path, tmp_path: Path) -> None:
 
 
 def test_shorthand_and_recipes_of_gemms(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "own+4.toml").write_text('b_dtype = "uint4"\nweight_scale_group_size = 64\n')
+    (tmp_path / "own.toml").write_text('b_dtype = "uint4"\nweight_scale_group_size = 64\n')
     text = (
-        'schema = "int3-g64+own+4.toml"\n[[override]]\nlayers = "0"\nw2.schema = "int8"\n'
+        'schema = "int3-g64+own.toml"\n[[override]]\nlayers = "0"\nw2.schema = "int8"\n'
         '[[override]]\nlayers = "0-1"\nw13.schema = "int5-g64"\n'
         '[[override]]\nlayers = "1"\nschema = "mxfp4"\nw2.schema = "int4-g32"\n'
     )
     recipe = tmp_path / "r.toml"
-    recipe.write_text(text.replace("own+4", "own4"))
-    (tmp_path / "own4.toml").write_bytes((tmp_path / "own+4.toml").read_bytes())
+    recipe.write_text(text)
     plan = hqconv.plan(model, config=recipe, target="sm90")
-    assert plan.spec.schema.name == "int3-g64+own4"
+    assert plan.spec.schema.name == "int3-g64+own"
     first, second = (plan.spec.layer_spec_of(layer.name).schema for layer in plan.layers)
     assert (first.name, second.name) == ("int5-g64+int8", "mxfp4+int4-g32")
     assert plan.layers[1].encoding.of("w3").schema == resolve_schema("mxfp4")
-    own = resolve_layer_schema(str(tmp_path / "own+4.toml"))
-    assert isinstance(own, WeightSchema)
-    with pytest.raises(RequestError, match="Rename"):
-        pair(own, resolve_schema("int8"))
     assert pair(resolve_schema("int4"), resolve_schema("int4-g128")) == resolve_schema("int4")
     assert isinstance(resolve_layer_schema("int4+int8"), SchemaPair)
 
@@ -255,30 +197,8 @@ def test_what_is_no_pair(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ('w2.schema = "none"', "no schema named 'none'"),
-        ('schema = "none"\nw2.schema = "int4"', "no schema named 'none'"),
-        ('w2.schema = "int4"\nw2.input_schema = "fp8"', "w2.input_schema"),
-        ('w3.schema = "int4"', "w3"),
-        ('w2.schema = "source"', "by name"),
-        ('w2 = "int4"', "w2.schema"),
-    ],
-)
-def test_what_is_no_schema_of_a_gemm(
-    override: str, expected: str, model: Path, tmp_path: Path
-) -> None:
-    text = f'schema = "mxfp4"\n[[override]]\nlayers = "0"\n{override}\n'
-    (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(RequestError) as error:
-        hqconv.plan(model, config=tmp_path / "r.toml", target="sm90")
-    assert expected in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("schema", "inputs", "expected"),
     [
-        ("int4-g32+mxfp4", "int8", ""),
         ("mxfp4+fp8", "int8", "fp8"),  # w2 alone does not run
         ("nvfp4+mxfp4", "fp8", "nvfp4"),  # groups of 16 under 8-bit activations
         ("nvfp4+int8", "fp8", "nvfp4 int8"),  # both are named in one message
@@ -287,24 +207,10 @@ def test_what_is_no_schema_of_a_gemm(
 def test_each_gemm_must_run_with_the_activations(
     schema: str, inputs: str, expected: str, model: Path
 ) -> None:
-    if not expected:
-        hqconv.plan(model, schema=schema, input_schema=inputs, target="sm90")
-        return
     with pytest.raises(RequestError, match="does not run this pair") as error:
         hqconv.plan(model, schema=schema, input_schema=inputs, target="sm90")
     text = str(error.value)
-    assert f"--schema {schema} --input-schema {inputs}" in text
     assert [name for name in schema.split("+") if f"{name}: " in text] == expected.split()
-
-
-@pytest.mark.parametrize("schema", ["mxfp4+int4-g32-e4m3-row", "fp8-e5m2+int8"])
-def test_a_gemm_whose_kernel_overflows_is_refused(schema: str, model: Path) -> None:
-    with pytest.raises(RequestError, match="No server runs these weights"):
-        hqconv.plan(model, schema=schema, dtype="float16", target="sm90")
-    assert (
-        hqconv.plan(model, schema=schema, dtype="bfloat16", target="sm90").spec.schema.name
-        == schema
-    )
 
 
 def test_slices_fit_both_gemms(tmp_path: Path) -> None:
@@ -312,17 +218,11 @@ def test_slices_fit_both_gemms(tmp_path: Path) -> None:
     src = save_model(
         tmp_path / "src", "mixtral", intermediate_size=320, num_hidden_layers=1, num_local_experts=2
     )
-    for schema, grid, unit in (
-        ("int4-g128+int4-g64", Grid(5), 64),
-        ("int4-g32+int4-g128", Grid(2), 128),
-    ):
-        if unit == 64:
-            source, plan = open_plan(src, schema, grid)
-            source.close()
-            assert [part.end for part in plan.layers[0].slices] == [64, 128, 192, 256, 320]
-            continue
-        with pytest.raises(RequestError, match="runs of 128"):
-            open_plan(src, schema, grid)
+    source, plan = open_plan(src, "int4-g128+int4-g64", Grid(5))
+    source.close()
+    assert [part.end for part in plan.layers[0].slices] == [64, 128, 192, 256, 320]
+    with pytest.raises(RequestError, match="multiples of 128"):
+        open_plan(src, "int4-g32+int4-g128", Grid(2))
     grid = Grid(2, split=GROUPS)
     run(
         src, tmp_path / "out", "int4-g32+int4-g128", grid
@@ -333,7 +233,7 @@ def test_slices_fit_both_gemms(tmp_path: Path) -> None:
 def test_exponents_are_fused_in_one_gemm(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "int4-g32+mxfp4", Grid(2), input_schema="int8")
     assert_verified(tmp_path / "out", model)
-    words = manifest(tmp_path / "out")
-    for layer in words["blocks"].values():
+    document = manifest(tmp_path / "out")
+    for layer in document["blocks"].values():
         assert not layer["w13"]["flags"]["use_fused_e8m0_scale"]
         assert layer["w2"]["flags"]["use_fused_e8m0_scale"]

@@ -6,6 +6,7 @@ has to say so in it (`scripts/record.py artifacts`).
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -27,16 +28,20 @@ def test_every_conversion_is_on_record() -> None:
     assert len(refused) < 0.1 * len(RECORDED["cases"])
 
 
-@pytest.mark.sampled(36)
-@pytest.mark.parametrize("name", SOURCES)
-def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
-    src = make_source(name, tmp_path / "source")
-    for conversion, options in conversions_of(name):
+def assert_recorded(name: str, folder: Path, num_cases: int | None = None) -> None:
+    src = make_source(name, folder / "source")
+    for conversion, options in itertools.islice(conversions_of(name), num_cases):
         recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
-        found = record(src, tmp_path / "out", options)
+        found = record(src, folder / "out", options)
         if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
             pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
         assert found == recorded, conversion
+
+
+@pytest.mark.sampled(36)
+@pytest.mark.parametrize("name", SOURCES[::-1])  # the first, of every schema, is not in the sample
+def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
+    assert_recorded(name, tmp_path)
 
 
 OF_EACH_KIND = [n for n in SOURCES if n != "plain" and (n[:7] != "format/" or n[7:] in KINDS)]
@@ -48,11 +53,5 @@ def test_checks_that_are_judged_together_change_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: experts are decoded without a look at their values, and again where one look found something."""
-    src = make_source(name, tmp_path / "source")
     monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
-    for conversion, options in list(conversions_of(name))[:1]:
-        recorded = Record(*RECORDED["cases"][f"{name}/{conversion}"])
-        found = record(src, tmp_path / "out", options)
-        if found.source != recorded.source and torch.__version__ != RECORDED["torch"]:
-            pytest.skip(f"the source is made of other numbers than by torch {RECORDED['torch']}")
-        assert found == recorded, conversion
+    assert_recorded(name, tmp_path, 1)

@@ -120,10 +120,10 @@ def meter(tiny: Path) -> Iterator[Meter]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By number of layers; 12.6 MB an expert, 101 MB a layer."""
-    folder = tmp_path_factory.mktemp("big")
-    return {n: save_big(folder / str(n), n, 8, 2048, 1024, torch.bfloat16) for n in (4, 8)}
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers of 101 MB; 12.6 MB an expert."""
+    folder = tmp_path_factory.mktemp("large") / "src"
+    return save_big(folder, 8, 8, 2048, 1024, torch.bfloat16)
 
 
 def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) -> int:
@@ -140,57 +140,43 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
     ("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)]
 )
 def test_memory_stays_under_the_tightest_limit_for_two_workers(
-    schema: str,
-    layout: str,
-    tp: int,
-    ep: int,
-    meter: Meter,
-    models: dict[int, Path],
-    tmp_path: Path,
+    schema: str, layout: str, tp: int, ep: int, meter: Meter, large: Path, tmp_path: Path
 ) -> None:
-    src = models[8]
-    limit = 2 * planned_bytes(src, schema, tp, layout)
+    limit = 2 * planned_bytes(large, schema, tp, layout)
     found = meter.measure(
-        src, tmp_path / "out", schema, limit, layout=layout, tp=tp, ep=ep, threads=4
+        large, tmp_path / "out", schema, limit, layout=layout, tp=tp, ep=ep, threads=4
     )
     print(schema, layout, f"measured {found['bytes'] / MIB:.1f} MiB, limit {limit / MIB:.1f} MiB")
     assert found["workers"] == 2
-    assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 4 * limit
+    assert sum(p.stat().st_size for p in large.glob("*.safetensors")) > 4 * limit
     assert found["bytes"] < limit, f"{found['bytes'] / MIB:.1f} MiB"
     # The source's shards, the files of the group in work and of the one being flushed, what Python has open.
     assert found["files"] <= 8 + 2 * tp * ep + 16
 
 
 @pytest.mark.full
-def test_memory_does_not_grow_with_the_model(
-    tiny: Path, models: dict[int, Path], tmp_path: Path
-) -> None:
+def test_memory_does_not_grow_with_the_model(tiny: Path, large: Path, tmp_path: Path) -> None:
     """Without what the C library keeps for later, and with one worker, so that the figures repeat.
 
     Fewer than four layers end before reading, writing and hashing all have their buffers: 31 MiB for two layers, 33 for
     three, 34 for four, 35 for eight and 37 for sixteen, each with 1.5 MiB more or less.
     """
+    half = save_big(tmp_path / "half", 4, 8, 2048, 1024, torch.bfloat16)
     meter = Meter(tiny, MALLOC_MMAP_THRESHOLD_="65536")
-    rise = {
-        layers: meter.measure(src, tmp_path / f"out{layers}", "mxfp4", 100 * MIB, threads=1)[
-            "bytes"
-        ]
-        for layers, src in models.items()
-    }
+    small, big = (
+        meter.measure(src, tmp_path / f"{src.name}-out", "mxfp4", 100 * MIB, threads=1)["bytes"]
+        for src in (half, large)
+    )
     meter.close()
-    print({layers: f"{value / MIB:.1f} MiB" for layers, value in rise.items()})
     # Four layers more, of 101 MB each; buffers of a few MiB (of digests, say) may or may not fall together.
-    assert rise[8] < rise[4] + 6 * MIB
+    assert big < small + 6 * MIB
 
 
 CASES = [
     ("mxfp4", torch.bfloat16, 4, "kernel"),
-    ("mxfp4", torch.float16, 1, "checkpoint"),
-    ("nvfp4", torch.bfloat16, 1, "kernel"),
+    ("nvfp4", torch.float16, 1, "kernel"),
     ("int3-g64", torch.bfloat16, 1, "checkpoint"),
-    ("int4-g64-zp", torch.float16, 1, "kernel"),
-    ("int8-g128-zp", torch.bfloat16, 1, "kernel"),
-    ("fp8", torch.float32, 1, "kernel"),
+    ("int4-g64-zp", torch.float32, 1, "kernel"),
 ]
 
 
@@ -219,15 +205,17 @@ def test_one_worker_needs_no_more_than_planned(
 @pytest.mark.parametrize(
     ("form", "schema"),
     [
-        *((form, "source") for form in ("fp8-block", "ct-int4-g32", "gptq-int4")),
-        *(("fp8-block", "nvfp4"), ("gptq-int4", "nvfp4"), ("ct-int4-g32", "int4")),
-        *(("mxfp4-gpt-oss", "int4"), ("fused-fp8-expert", "int4")),
+        ("fp8-block", "source"),
+        ("gptq-int4", "nvfp4"),
+        ("ct-int4-g32", "int4"),
+        ("mxfp4-gpt-oss", "int4"),
+        ("fused-fp8-expert", "int4"),
     ],
 )
 def test_a_coded_or_fused_expert_needs_no_more_than_planned(
     form: str, schema: str, meter: Meter, tmp_path: Path
 ) -> None:
-    src = write(tmp_path / "src", form, hidden=2048, inner=2048, experts=4).folder
+    src = write(tmp_path / "src", form, hidden=2048, inner=2048, experts=2).folder
     tiny = write(tmp_path / "tiny", form, hidden=256, inner=256, experts=2).folder
     bound = planned_bytes(src, schema, 1, "kernel", 1 << 30)
     found = meter.measure(src, tmp_path / "out", schema, 1 << 30, threads=1, tiny=str(tiny))

@@ -32,7 +32,7 @@ print(max(most))
 
 
 def test_many_ranks_and_groups_with_128_open_files(tmp_path: Path) -> None:
-    sizes = {"num_layers": 5, "num_experts": 32, "hidden_size": 128, "intermediate_size": 256}
+    sizes = {"num_layers": 3, "num_experts": 32, "hidden_size": 128, "intermediate_size": 256}
     src = write_qwen3_moe(tmp_path / "src", **sizes)
     command = [sys.executable, "-c", SCRIPT, str(src), str(tmp_path / "out")]
     done = processes.run(command, cwd=REPO, capture_output=True, text=True, check=False)
@@ -40,4 +40,4 @@ def test_many_ranks_and_groups_with_128_open_files(tmp_path: Path) -> None:
     assert (
         int(done.stdout) < 96
     )  # the rest is for more source shards, and threads that need one more
-    assert len(list((tmp_path / "out").rglob("*.safetensors"))) == 5 * 4 * 32 + 1
+    assert len(list((tmp_path / "out").rglob("*.safetensors"))) == 3 * 4 * 32 + 1

@@ -26,8 +26,6 @@ from hqconv.planning.output_units import OutFile, build_file
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.conversions import finished
 
-IDENTITY = {"schema": "a", "grid": [1, 2], "source files": [{"name": "x", "size_bytes": 1}]}
-
 
 def two_files() -> tuple[OutFile, OutFile]:
     first = [TensorSpec("a", "U8", (1000,)), TensorSpec("b", "I32", (50,))]
@@ -82,20 +80,6 @@ def test_two_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
 
 
 # --- files -------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_leaves_no_half_of_a_small_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_whole(tmp_path, "page.html", b"before")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OutputError, match="The disk is full"):
-        write_whole(tmp_path, "page.html", b"after")
-    assert (names(tmp_path), (tmp_path / "page.html").read_bytes()) == (["page.html"], b"before")
 
 
 def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:

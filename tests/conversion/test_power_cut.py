@@ -13,7 +13,7 @@ from hqconv.io.durable_files import exchange, make_folder, settle
 from hqconv.schemas.artifact_names import JOURNAL
 from tests.make.disks import Disk, played
 from tests.make.power import SCENARIOS, model, out_of_order, recorded, renames_only
-from tests.make.recording import Op, Recorder
+from tests.make.recording import Recorder
 from tests.make.tensors import snapshot
 
 
@@ -89,29 +89,3 @@ def test_a_journal_that_starts_anew_is_empty_before_it_is_written(tmp_path: Path
 
 
 # --- the recorder and the model themselves
-
-
-def disk_of(*ops: Op) -> Disk:
-    return played(Disk(), ops)
-
-
-CREATE = [Op("open", "x", handle=1, size=1), Op("write", handle=1, data=b"data")]
-SYNC_ROOT = [Op("open", ".", handle=9), Op("sync", handle=9)]
-
-
-def test_only_what_is_synced_lasts() -> None:
-    assert not disk_of(*CREATE).is_safe("x")
-    assert not disk_of(*CREATE, Op("sync", handle=1)).is_safe("x")
-    assert disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT).is_safe("x")
-    assert not disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT, Op("rename", "x", "y")).is_safe(
-        "y"
-    )
-
-
-def test_a_folder_that_is_not_synced_takes_all_with_it() -> None:
-    inside = [Op("mkdir", "d"), Op("open", "d/x", handle=1, size=1), Op("sync", handle=1)]
-    disk = disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2))
-    assert not disk.is_safe("d/x")
-    assert disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2), *SYNC_ROOT).is_safe(
-        "d/x"
-    )

@@ -58,8 +58,8 @@ def test_every_layer_has_the_bytes_of_its_schema(
     model: Path, mixed: tuple[Path, Grid], tmp_path: Path
 ) -> None:
     out, grid = mixed
-    words = manifest(out)
-    assert (words["format_version"], words["left_blocks"]) == (2, [LAYER.format(2)])
+    document = manifest(out)
+    assert (document["format_version"], document["left_blocks"]) == (2, [LAYER.format(2)])
     for layer, schema in {0: "int8", 1: "nvfp4", 3: "mxfp4", 4: "int8"}.items():
         alone = tmp_path / schema
         if not alone.exists():
@@ -95,14 +95,14 @@ def test_it_verifies_and_faults_are_found(model: Path, mixed: tuple[Path, Grid])
     assert check(out, None, "files", "weights").passed
     path = out / "hqconv.json"
     good = path.read_text()
-    words = json.loads(good)
+    document = json.loads(good)
     try:
-        del words["blocks"][LAYER.format(0)]["weight_schema"]
-        write_manifest(out, words)
+        del document["blocks"][LAYER.format(0)]["weight_schema"]
+        write_manifest(out, document)
         assert not check(out, model, "weights").passed
-        words = json.loads(good)
-        words["left_blocks"] = []
-        write_manifest(out, words)
+        document = json.loads(good)
+        document["left_blocks"] = []
+        write_manifest(out, document)
         assert not check(out, model, "files").passed
     finally:
         path.write_text(good)
@@ -137,6 +137,10 @@ WRONG = {
     "[[override]]\nlayers = '0'\nschema = 'source'": "by name",
     "[[override]]\nlayers = '0'\nw13.schema = 'none'": "no schema named 'none'",
     "[[override]]\nlayers = '0'\nw2.tp = '1'": "override 1: w2.tp",
+    "[[override]]\nlayers = '0'\nw2.schema = 'source'": "by name",
+    "[[override]]\nlayers = '0'\nw2 = 'int4'": "w2.schema",
+    "[[override]]\nlayers = '0'\nw3.schema = 'int4'": "w3",
+    "[[override]]\nlayers = '0'\nschema = 'int4'\nw2.input_schema = 'fp8'": "w2.input_schema",
     "[[override]]\nlayers = '0'\nschema = 'int4'\ntp = '2'": "override 1: tp",
     "[[override]]\nlayers = '0'\nschema = 'int9'": "int9",
     "schema = ": "cannot be read",
@@ -157,7 +161,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "layers = '-1, -6'\nschema = 'none'": ({}, "found: layers -6"),
     "blocks = 'x.*'\nschema = 'none'": ({}, "found: x.*"),
     "blocks = '*'\nschema = 'none'": ({}, "nothing to convert"),
-    "layers = '0'\ninput_schema = 'mxfp4'": ({}, "begin with sm100"),
+    "layers = '0'\ninput_schema = 'mxfp4'": ({}, "on sm90"),
     "layers = '0'\nschema = 'fp8-block'": ({"grid": Grid(2)}, "TP sizes that work"),
     "layers = '0'\nschema = 'int4'": ({"layout": "checkpoint"}, "--layout checkpoint"),
 }

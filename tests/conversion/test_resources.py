@@ -85,34 +85,6 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
         assert caught.value.where == option
 
 
-def test_batches_are_as_large_as_memory_admits(tmp_path: Path) -> None:
-    """Equal batches of a layer's 16 experts: as many lanes as asked for, then the fewest batches that fit."""
-    source, plan = open_plan(
-        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=16), "mxfp4"
-    )
-    source.close()
-    needs = {count: cpu_need(plan.layers[0]).num_bytes(count) for count in (1, 4, 6, 8, 16)}
-    for count, need in needs.items():
-        staging = plan_staging(plan.layers, Resources(CPU, 2 * need, 2))
-        assert (staging.num_lanes, staging.num_experts, staging.lane_bytes) == (2, count, need)
-        smaller = plan_staging(plan.layers, Resources(CPU, 2 * need - 1, 2))
-        assert (smaller.num_lanes, smaller.num_experts) < (2, count)
-
-
-def test_batches_grow_with_the_threads_of_a_lane(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to a number of source bytes: with helper threads more, as every batch makes them wait for Python's lock."""
-    source, plan = open_plan(
-        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=32), "mxfp4"
-    )
-    source.close()
-    one_expert = RawLayout(plan.layers[0].layer, range(1)).num_bytes
-    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", one_expert)
-    for num_threads, expected in ((1, 1), (7, 1), (8, 8), (12, 11), (64, 16)):  # 3 of 11 and 10
-        assert plan_staging(plan.layers, Resources(CPU, GIB, num_threads)).num_experts == expected
-
-
 def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
     with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB), "Go on."):
         assert gpu["fraction"] == 0.1
@@ -166,21 +138,6 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
     run(model, out, "mxfp4", resume=True)
     run(model, tmp_path / "undisturbed", "mxfp4")
     assert snapshot(out) == snapshot(tmp_path / "undisturbed")
-
-
-def test_running_out_elsewhere_is_told_in_the_same_way(
-    model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not as a bug."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    run(model, tmp_path / "out", "mxfp4")
-    monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
-    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
-        hqconv.verify(tmp_path / "out", model, device="cpu")
-    assert caught.value.found == "10240 MiB free"
 
 
 def test_loose_files_are_copied_a_piece_at_a_time(tmp_path: Path) -> None:

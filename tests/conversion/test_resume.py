@@ -73,6 +73,14 @@ def test_finished_groups_are_reported_as_resumed(
     }
 
 
+@pytest.fixture(scope="module")
+def begun(src: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unfinished conversion, which refusals leave as it is."""
+    out = tmp_path_factory.mktemp("begun") / "out"
+    run_until(src, out, 1, "mxfp4", GRID)
+    return out
+
+
 def changed_config(src: Path, tmp_path: Path) -> Path:
     other = tmp_path / "other"
     shutil.copytree(src, other)
@@ -101,44 +109,38 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
     ids=str,
 )
 def test_another_request_is_not_resumed(
-    words: dict[str, Any], difference: tuple[str, str, str], src: Path, tmp_path: Path
+    words: dict[str, Any], difference: tuple[str, str, str], src: Path, begun: Path
 ) -> None:
     """The message names the option, and both of its values."""
     key, first, second = difference
-    out = tmp_path / "out"
-    run_until(src, out, 1, "mxfp4", GRID)
-    before = snapshot(out)
+    before = snapshot(begun)
     request = {"schema": "mxfp4", "grid": GRID, **words}
     with pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught:
-        run(src, out, request.pop("schema"), request.pop("grid"), resume=True, **request)
+        run(src, begun, request.pop("schema"), request.pop("grid"), resume=True, **request)
     assert caught.value.exit_code == 4
     assert first in caught.value.expected
     assert second in caught.value.found
     assert len(caught.value.expected + caught.value.found) < 300
-    assert snapshot(out) == before
+    assert snapshot(begun) == before
 
 
-def test_another_config_is_not_resumed(src: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run_until(src, out, 1, "mxfp4", GRID)
+def test_another_config_is_not_resumed(src: Path, begun: Path, tmp_path: Path) -> None:
     key = "config.json: routed_scaling_factor"
     with pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught:
-        run(changed_config(src, tmp_path), out, "mxfp4", GRID, resume=True)
+        run(changed_config(src, tmp_path), begun, "mxfp4", GRID, resume=True)
     assert caught.value.found == "9.0"
 
 
 def test_other_versions_do_not_resume(
-    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    src: Path, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    run_until(src, out, 1, "mxfp4", GRID)
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "__version__", "99.0")
         with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
-            run(src, out, "mxfp4", GRID, resume=True)
+            run(src, begun, "mxfp4", GRID, resume=True)
     monkeypatch.setattr("hqconv.artifact.build.version", lambda name: "99.0")
     with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
-        run(src, out, "mxfp4", GRID, resume=True)
+        run(src, begun, "mxfp4", GRID, resume=True)
 
 
 @pytest.mark.usefixtures("several_shards")
@@ -231,47 +233,31 @@ def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
         assert path.stat().st_size == status.st_size
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", ["folder", "artifact", "hashed"])
 @pytest.mark.parametrize(
-    ("modes", "is_in_place"),
-    [({"resume": True}, True), ({"update": True}, False), ({"part": True}, True)],
-    ids=str,
+    ("kind", "mode"), [("folder", "resume"), ("hashed", "update"), ("artifact", "part")]
 )
-def test_no_artifact_is_of_two_states(
-    kind: str, modes: dict[str, Any], is_in_place: bool, tmp_path: Path
-) -> None:
+def test_no_artifact_is_of_two_states(kind: str, mode: str, tmp_path: Path) -> None:
     """What was made of the old files is made anew."""
     src = save_model(tmp_path / "src", "qwen3_moe", num_experts=2)
-    shutil.copytree(src, other := tmp_path / "two")
-    for path in other.glob("*.safetensors"):
-        save_file(
-            {name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"}
-        )
+    changed = Path(shutil.copytree(src, tmp_path / "two"))
+    for path in changed.glob("*.safetensors"):
+        save_file({name: -one for name, one in load_file(path).items()}, path, {"format": "pt"})
+    schema, out = "mxfp4", tmp_path / "out"
     if kind == "artifact":
-        for folder in (src, other):
-            run(
-                folder,
-                made := folder.with_name(f"{folder.name}-made"),
-                "mxfp4",
-                source_digests=True,
-            )
+        schema = "mxfp8"
+        for folder in (src, changed):
+            run(folder, tmp_path / "artifact", "mxfp4", source_digests=True)
             shutil.rmtree(folder)
-            made.rename(folder)
-    schema, out = ("mxfp8" if kind == "artifact" else "mxfp4"), tmp_path / "out"
+            (tmp_path / "artifact").rename(folder)
     options: dict[str, Any] = {"source_digests": kind == "hashed"}
-    part: tuple[str | None, ...]
-    more: dict[str, Any]
-    part, more = (
-        ("1/2", "2/2") if "part" in modes else (None, None),
-        {} if "part" in modes else modes,
-    )
-    if "part" in modes:
+    again: list[dict[str, Any]] = [{mode: True}]
+    if mode == "part":
+        again = [{"part": "2/2"}, {"part": "1/2"}]
         assert not run(src, out, schema, part="1/2", **options).is_complete
     else:
         run_until(src, out, 1, schema, **options)
-    take_the_place(other, src, is_in_place=is_in_place)
-    reports = [run(src, out, schema, part=one, **more, **options) for one in reversed(part)]
+    take_the_place(changed, src, is_in_place=mode != "update")
+    reports = [run(src, out, schema, **modes, **options) for modes in again]
     run(src, tmp_path / "fresh", schema, **options)
     assert reports[-1].is_complete
     assert snapshot(out) == snapshot(tmp_path / "fresh")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import hqconv
-from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe
@@ -84,15 +81,13 @@ def test_the_artifact_is_proven_and_gives_the_source_back(
     assert_verified(out, src)
     result = both_ways(out, src)
     assert not result.findings
-    words = manifest(out)
-    assert words["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
-    assert words["blocks"][LAYER]["conversion"] == "quantized"
+    document = manifest(out)
+    assert document["weight_schema"]["hadamard_block_size"] == ROTATED[name]["hadamard_block_size"]
+    assert document["blocks"][LAYER]["conversion"] == "quantized"
     back = hqconv.dequantize(out, layer=LAYER)
     for expert in range(4):
         for role, weight in weights_of(src, expert).items():
-            error = words["blocks"][LAYER]["quantization_error"][role]["relative_error"]
+            error = document["blocks"][LAYER]["quantization_error"][role]["relative_error"]
             found = relative(back[role][expert], weight)
             assert (
                 0.8 * error < found < 1.25 * error + 0.002
@@ -122,44 +117,21 @@ def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Pa
 
 def test_blocks_are_not_cut(src: Path, tmp_path: Path) -> None:
     wide = schema_of("int8", hadamard_block_size=256)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match="rotated block") as refused:
         run(src, tmp_path / "out", wide, Grid(2))
-    assert "would cut a rotated block" in refused.value.what
     assert refused.value.remedy == "TP sizes that work: 1."
-    with pytest.raises(RequestError, match="does not fit the hidden size") as refused:
+    with pytest.raises(RequestError, match="does not fit the hidden size"):
         run(src, tmp_path / "out", schema_of("int8", hadamard_block_size=512))
-    assert "a smaller hadamard_block_size" in refused.value.remedy
 
 
 def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     """Codes rotated in blocks of 128 under a manifest that says 64."""
     out = tmp_path / "out"
     run(src, out, schema_of("int8"), Grid(2))
-    words = manifest(out)
-    words["weight_schema"]["hadamard_block_size"] = 64
-    write_manifest(out, words)
-    found = check(out, src, "weights").results[0].findings
-    assert found
-    assert (
-        "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings}
-        or found
-    )
-
-
-def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) -> None:
-    """By stacks as one by one; and rotating twice is nothing."""
-    out = tmp_path / "out"
-    run(src, out, schema_of("int8"), Grid(2))
-    back = hqconv.dequantize(out, layer=LAYER)
-    with Artifact(out) as artifact:
-        experts = decoded_experts(artifact, artifact.moe_layer(LAYER), torch.device("cpu"), 1)
-        for expert, of_roles in enumerate(experts):
-            for role, values in of_roles.items():
-                np.testing.assert_allclose(
-                    values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6
-                )
-        gemms = kernel.load_rank(artifact, LAYER, 1, 0, "cpu")
-    assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}
+    document = manifest(out)
+    document["weight_schema"]["hadamard_block_size"] = 64
+    write_manifest(out, document)
+    assert not check(out, src, "weights").passed
 
 
 @pytest.mark.parametrize("size", [128, 64, 0])
@@ -188,68 +160,3 @@ def test_the_kernel_check_wants_rotated_intermediates(
         result = kernel.check_kernel(artifact, source, [LAYER], [32], torch.device("cpu"))
     assert bool(result.findings) == (size != 128), result.findings
     assert result.measured[LAYER]["weights_against_source"]["w2"] < 0.02
-
-
-class PlainHumming:
-    """Humming's forward pass as it is written down, over weights that `gemms` has; notes who rotates."""
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.forward, self.weights, self.sizes = self, weights, []
-
-    def may_process_input(
-        self, config: Any, inputs: torch.Tensor, hadamard_block_size: int = 0, **words: Any
-    ) -> tuple[torch.Tensor, None, None]:
-        if words.get("activation_type", "none") != "none":
-            gate, up = inputs.chunk(2, -1)
-            inputs = torch.nn.functional.silu(gate) * up
-        self.sizes.append(hadamard_block_size)
-        return unrotated(inputs, hadamard_block_size), None, None
-
-    def humming_forward(
-        self, config: Any, inputs: torch.Tensor, hadamard_block_size: int = 0, **words: Any
-    ) -> torch.Tensor:
-        assert not hadamard_block_size  # its inputs are rotated already
-        routes = inputs.repeat_interleave(words["top_k"], 0)
-        return unrotated(routes, hadamard_block_size) @ self.weights[config.name].t()
-
-
-def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotated weights and inputs give the product of those that are not."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        "w13": torch.randn(512, 256, generator=generator),
-        "w2": torch.randn(256, 256, generator=generator),
-    }
-    x = torch.randn(6, 256, generator=generator)
-    outs = []
-    for size in (0, 64):
-        turned = {name: unrotated(weight, size) for name, weight in weights.items()}
-        lib = PlainHumming(turned)
-        monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
-        monkeypatch.setattr(fused_moe, "tuning_entry", lambda *_: {"block_shape": (64,)})
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1)
-        )
-        shape = {
-            "shape_k": 256,
-            "pad_shape_k": 0,
-            "shape_n": 512,
-            "pad_shape_n": 0,
-            "num_experts": 1,
-        }
-        mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)
-        configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}
-        gemms = {name: fused_moe.Gemm(config, {}, None, size) for name, config in configs.items()}
-        ids = torch.zeros(6, 1, dtype=torch.int64)
-        found = fused_moe.fused_moe(gemms, x, ids, torch.ones(6, 1), Activation("silu"), True, 6)
-        outs.append((found[0], unrotated(found[1], size)))
-        assert lib.sizes == [size, size]
-    for plain, rotated in zip(*outs, strict=True):
-        np.testing.assert_allclose(rotated.numpy(), plain.numpy(), rtol=1e-3, atol=2e-3)
-
-
-class FakeConfig:
-    """Attributes by name."""
-
-    def __init__(self, **words: Any) -> None:
-        self.__dict__ |= words

@@ -18,14 +18,6 @@ from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
 
 LAYER = "model.layers.0.mlp.experts"
-NAMES = (
-    "int4-g32-e4m3",
-    "int4-g16-e4m3-row",
-    "fp4-g32-e4m3",
-    "fp8-g32-e5m2",
-    "fp4-g32-e8m0-row",
-    "int8-g32-e8m0-row",
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +27,17 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout"),
+    [
+        ("int4-g32-e4m3", "float16", "kernel"),
+        ("int4-g16-e4m3-row", "bfloat16", "checkpoint"),
+        ("fp4-g32-e4m3", "bfloat16", "kernel"),
+        ("fp8-g32-e5m2", "float16", "checkpoint"),
+        ("fp4-g32-e8m0-row", "float16", "kernel"),
+        ("int8-g32-e8m0-row", "bfloat16", "kernel"),
+    ],
+)
 def test_an_artifact_is_verified_and_its_codes_are_kept(
     name: str, dtype: str, layout: str, src: Path, tmp_path: Path
 ) -> None:

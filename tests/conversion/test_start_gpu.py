@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -52,19 +51,6 @@ def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]
         wait_for_threads()
         assert asked.pop() == expected
         assert not asked
-
-
-def test_libraries_are_loaded_beside_it(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the context a library that no other thread loads."""
-    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    monkeypatch.setattr(option_values.importlib, "import_module", asked.append)
-    start_gpu("cuda:1")
-    wait_for_threads()
-    assert asked == ["cuda:1", "cuda.pathfinder"]
-
-
-def test_the_library_is_there() -> None:
-    assert find_spec(option_values._PATHFINDER)
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu"])

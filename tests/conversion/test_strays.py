@@ -10,22 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv.api import describe_plan
-from hqconv.cli.app import app
 from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
+from tests.make.command import call
 from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
 OPTIONS: dict[str, Any] = {"schema": "int4", "target": "sm90", "device": "cpu", "threads": 1}
-
-
-class StoppedError(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
     hqconv.convert(model, out, **OPTIONS)
     return out
@@ -52,13 +47,9 @@ def after_first_group(act: Callable[[], object]) -> Callable[[Progress], None]:
     return listen
 
 
-def stop() -> None:
-    raise StoppedError
-
-
 @pytest.mark.parametrize("action", ["removed", "cut"])
 def test_what_goes_meanwhile_is_noticed(
-    action: str, model: Path, made: Path, tmp_path: Path
+    action: str, model: Path, example: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
 
@@ -69,24 +60,24 @@ def test_what_goes_meanwhile_is_noticed(
     with pytest.raises(OutputError, match="removed or cut"):
         hqconv.convert(model, out, **OPTIONS, progress=after_first_group(act))
     hqconv.convert(model, out, **OPTIONS, resume=True)
-    assert snapshot(out) == snapshot(made)
+    assert snapshot(out) == snapshot(example)
 
 
-def test_the_side_folder_is_not_adopted(model: Path, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made, tmp_path / "out")
+def test_the_side_folder_is_not_adopted(model: Path, example: Path, tmp_path: Path) -> None:
+    shutil.copytree(example, tmp_path / "out")
     (tmp_path / ".out.hqconv").mkdir()
     (tmp_path / ".out.hqconv/mine.txt").write_text("the user's")
     with pytest.raises(OutputError, match="not empty"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
-    assert snapshot(tmp_path / "out") == snapshot(made)
+    assert snapshot(tmp_path / "out") == snapshot(example)
     assert (tmp_path / ".out.hqconv/mine.txt").read_text() == "the user's"
 
 
 def test_an_old_artifact_that_cannot_be_removed_is_a_warning(
-    model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    shutil.copytree(made, out)
+    shutil.copytree(example, out)
     real = Path.unlink
 
     def unlink(self: Path, missing_ok: bool = False) -> None:
@@ -101,14 +92,14 @@ def test_an_old_artifact_that_cannot_be_removed_is_a_warning(
     monkeypatch.setattr(Path, "unlink", unlink)
     report = hqconv.convert(model, out, **OPTIONS, overwrite=True)
     assert any("could not be removed" in warning for warning in report.warnings)
-    assert snapshot(out) == snapshot(made)
+    assert snapshot(out) == snapshot(example)
     assert not list(out.glob(".hqconv*"))
 
 
 def test_a_mount_point_is_refused_before_the_work(
-    model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(made, tmp_path / "out")
+    shutil.copytree(example, tmp_path / "out")
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(OutputError, match="mount point"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
@@ -116,7 +107,7 @@ def test_a_mount_point_is_refused_before_the_work(
         hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True
     )["notes"]
     assert any("mount point" in note for note in notes)
-    assert snapshot(tmp_path / "out") == snapshot(made)
+    assert snapshot(tmp_path / "out") == snapshot(example)
 
 
 def _name(name: bytes) -> Callable[[Path], object]:
@@ -185,16 +176,13 @@ def test_folders_and_schema_files_with_names_in_another_encoding(
     file.write_text('b_dtype = "uint4"\nweight_scale_group_size = 64\n')
     options = {**OPTIONS, "schema": str(file)}
     hqconv.convert(src, out, **options)
-    words = manifest(out)
-    assert (words["source"]["name"], words["schema_name"]) == (r"model caf\xe9", r"caf\xe9")
+    document = manifest(out)
+    assert (document["source"]["name"], document["schema_name"]) == (r"model caf\xe9", r"caf\xe9")
     assert hqconv.convert(src, out, **options, resume=True).was_finished
     assert_verified(out, src)
     assert hqconv.inspect(out)["source"]["name"] == r"model caf\xe9"
     hqconv.convert(out, tmp_path / "again", **{**OPTIONS, "schema": "source"})
-    for command in (
-        ["report", str(out), "-o", str(tmp_path / f"{LATIN_1}.html")],
-        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run"],
-        ["convert", str(src), "--schema", str(file), "--target", "sm90", "--dry-run", "--json"],
-    ):
-        done = CliRunner().invoke(app, command)
+    plan = ("convert", src, "--schema", file, "--target", "sm90", "--dry-run")
+    for command in (("report", out, "-o", tmp_path / f"{LATIN_1}.html"), plan, (*plan, "--json")):
+        done = call(*command)
         assert done.exit_code == 0, done.output

@@ -17,10 +17,6 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv import dequantize
 from hqconv.errors import RequestError
-from hqconv.formats.encoding import resized
-from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, filled
-from hqconv.quantization.coded_matrix import dequantize as decoded
 from hqconv.schemas.artifact_names import CHECKPOINT
 from hqconv.schemas.grid import (
     GROUPS,
@@ -189,29 +185,6 @@ def test_an_artifact_is_converted_to_other_groups(
         assert all(torch.equal(found[role], expected[role]) for role in expected)
 
 
-CODED = {
-    "symmetric": ("uint4", None),
-    "zero points": ("uint4", torch.tensor([[3, 9], [0, 15]] * 4, dtype=torch.uint8)),
-    "float": ("float4e2m1", None),
-    "blocks": ("float4e2m1", None),
-}
-
-
-@pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("shape", [(8, 128), (16, 64), (16, 96), (16, 160), (4, 32)])
-def test_filled_codes_decode_to_zeros(name: str, shape: tuple[int, int]) -> None:
-    """Rows and columns are appended, or cut off: 8 rows of 64 and 32 columns in groups of 64."""
-    b_dtype, zero_point = CODED[name]
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (8, 96), generator=generator).to(torch.uint8)
-    rows = 6 if name == "blocks" else 1  # the last block has two rows
-    scale = torch.rand((-(-8 // rows), 2), generator=generator) + 0.1
-    scale_2 = torch.rand(8, generator=generator) + 1
-    coded = CodedMatrix(b_dtype, bit_codec.pack(codes, 4), scale, rows, 64, zero_point, scale_2)
-    expected = resized(decoded(coded), shape)
-    assert torch.equal(decoded(filled(coded, shape)), expected)
-
-
 def test_the_manifest_says_a_split_that_matters(tmp_path: Path, made: tuple[Path, Path]) -> None:
     src, out = made
     assert manifest(out)["tp_split"] == "groups"
@@ -252,16 +225,5 @@ def test_refusals_name_the_split(tmp_path: Path) -> None:
     assert "--tp-split" not in error.value.message()
     with pytest.raises(RequestError, match="--tp 3 would cut"):
         run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
-    with pytest.raises(RequestError, match="There is no such TP split"):
+    with pytest.raises(RequestError, match="--tp-split"):
         run(src, tmp_path / "out", "int4-g64", Grid(2, split="odd"))
-
-
-def test_sizes_are_shown_and_vllms_condition_is_a_warning(tmp_path: Path) -> None:
-    src = source(tmp_path / "src", 320)
-    document = hqconv.inspect(src)
-    assert document["tp_sizes"]["fp8-block"] == []
-    assert document["tp_sizes_of_groups"]["fp8-block"] == [1, 2]  # 3 does not divide 320 columns
-    report = run(src, tmp_path / "out", "fp8-block", Grid(3, split=GROUPS))
-    assert any(
-        "3 does not divide the experts' intermediate size 320" in text for text in report.warnings
-    )

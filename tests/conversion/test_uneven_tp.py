@@ -58,18 +58,6 @@ def convert(
     return dequantize(out, layer=LAYER)
 
 
-SCHEMAS = [
-    "mxfp4",
-    "int4-g32",
-    "int4-g32-zp",
-    "int8",
-    "fp8",
-    "int4-g32-fpzp",
-    "nvfp4",
-    "fp8-tensor",
-]
-
-
 def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", "int8", 2)
     shapes = []

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.conversion import executor, resources
-from hqconv.conversion.convert import take_in_turn
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import HubPrefetch
-from hqconv.planning.output_units import MoeLayerPlan
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
@@ -86,63 +81,3 @@ def test_nothing_is_waited_for_beside_a_unit_in_work(
     assert [one for one in begun if "layers" in one] == [
         f"{number * NUM_BATCHES} model.layers.{number}.mlp.experts" for number in range(NUM_LAYERS)
     ]
-
-
-def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
-    plan = hqconv.plan(
-        write_qwen3_moe(tmp_path / "model", num_layers=3), schema="int4", target="sm90"
-    )
-    layers = [unit for unit in plan.units if isinstance(unit, MoeLayerPlan)]
-    (copied,) = (unit for unit in plan.units if not isinstance(unit, MoeLayerPlan))
-    first, second, third = layers
-    assert take_in_turn([*layers, copied, copied]) == [first, copied, second, copied, third]
-    assert take_in_turn([copied, first]) == take_in_turn([first, copied]) == [first, copied]
-    assert take_in_turn([]) == []
-
-
-def copied_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
-    """A model with a copied shard of many pieces, and its artifact; from now on files are there before their bytes."""
-    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
-    tensors = load_file(model / "model.safetensors")
-    save_file(
-        {**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()},
-        model / "model.safetensors",
-    )
-    plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
-    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
-    open_files = Executor._open
-
-    def open_at_once(self: Executor, planned: Any) -> Any:
-        unit = open_files(self, planned)
-        self._stages.wait(lambda: unit.writer is not None)
-        return unit
-
-    monkeypatch.setattr(Executor, "_open", open_at_once)
-    return model, plain
-
-
-def test_a_copied_file_takes_few_slots_while_layers_need_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its pieces are written one after the other: layers go on while two of them wait."""
-    model, plain = copied_and_layers(tmp_path, monkeypatch)
-    may_write, fed = threading.Event(), list[str]()
-    feed_one, write = Executor._feed_one, Executor._write
-
-    def noted(self: Executor, unit: Any, slot: Any) -> None:
-        fed.append("layers" if ".layers." in unit.unit.name else "copied")
-        if fed.count("layers") == 8:
-            may_write.set()
-        feed_one(self, unit, slot)
-
-    def slow(self: Executor, in_flight: Any, runs: Any) -> None:
-        if ".layers." not in in_flight.unit.unit.name:
-            assert may_write.wait(60)
-        write(self, in_flight, runs)
-
-    monkeypatch.setattr(Executor, "_feed_one", noted)
-    monkeypatch.setattr(Executor, "_write", slow)
-    assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
-    before = fed[: [place for place, kind in enumerate(fed) if kind == "layers"][7]]
-    assert before.count("copied") == 2
-    assert fed.count("copied") > 4

@@ -13,43 +13,15 @@ import hqconv
 from hqconv.errors import InputError
 from hqconv.sources.opening import open_source
 from tests.make import input_scales
-from tests.make.small import LAYER, Source, fp8_tensors, nvfp4, save
+from tests.make.small import LAYER, Source, fp8_tensors, nvfp4, save, two_layers
 
 UP = f"{LAYER}.3.up_proj"
 ROLES = ("gate_proj", "up_proj", "down_proj")
 
 
-def compressed_nvfp4() -> Source:
-    """The same codes as compressed-tensors stores them: a second scale that divides."""
-    tensors, config = nvfp4()
-    for name in [name for name in tensors if ".experts." in name]:
-        module, _, part = name.rpartition(".")
-        part = {"weight": "weight_packed", "weight_scale_2": "weight_global_scale"}.get(part, part)
-        tensor = tensors.pop(name)
-        if part != "input_scale":
-            tensors[f"{module}.{part}"] = (
-                1 / tensor.reshape(1) if part == "weight_global_scale" else tensor
-            )
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-    }
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "config_groups": groups,
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-    }
-    return tensors, config
-
-
 FORMS: dict[str, tuple[Any, str]] = {
     "modelopt": (nvfp4, "weight_scale_2"),
-    "compressed-tensors": (compressed_nvfp4, "weight_global_scale"),
+    "compressed-tensors": (input_scales.compressed_nvfp4, "weight_global_scale"),
     "fp8": (fp8_tensors, "weight_scale"),
 }
 
@@ -120,21 +92,11 @@ def test_a_scale_that_is_none_is_refused_before_work_begins(
 
 
 def test_the_layer_can_be_left_as_it_is(tmp_path: Path) -> None:
-    (tensors, config), _ = with_scale("modelopt", math.inf)
-    other = LAYER.replace("0", "1", 1)
-    tensors |= {
-        name.replace(LAYER, other): tensor.clone()
-        for name, tensor in tensors.items()
-        if LAYER in name
-    }
+    source, part = with_scale("modelopt", math.inf)
+    tensors, config = two_layers(source)
     for role in ROLES:
-        tensors[f"{other}.3.{role}.weight_scale_2"].fill_(0.25)
-    tensors |= {
-        name.replace("layers.0", "layers.1"): tensor
-        for name, tensor in tensors.items()
-        if "layers.0" in name and LAYER not in name
-    }
-    folder = save(tmp_path / "src", (tensors, {**config, "num_hidden_layers": 2}))
+        tensors[f"{LAYER.replace('0', '1', 1)}.3.{role}.{part}"].fill_(0.25)
+    folder = save(tmp_path / "src", (tensors, config))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         f'schema = "int4"\ntarget = "sm90"\n[[override]]\nblocks = "{LAYER}"\nschema = "none"\n'

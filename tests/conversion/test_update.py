@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import hqconv
-from hqconv.cli.app import app
 from hqconv.conversion.output_folder import side_folder
 from hqconv.errors import OutputError, RequestError
-from tests.make import hub_server
+from tests.make import command, hub_server
 from tests.make.conversions import run, run_until
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
@@ -182,34 +179,17 @@ def test_a_commit_is_converted_once(
 
 
 def test_the_command(src: Path, tmp_path: Path) -> None:
-    words = [
-        "convert",
-        src,
-        "-o",
-        tmp_path / "out",
-        "--schema",
-        "mxfp4",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-    ]
+    words = ["convert", src, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90"]
 
     def call(*more: str) -> Any:
-        done = CliRunner().invoke(app, [*map(str, words), "--update", *more])
+        done = command.call(*words, "--device", "cpu", "--update", *more)
         assert done.exit_code == 0, done.output
         return done
 
     assert json.loads(call("--json", "-q").stdout)["was_finished"] is False
-    assert "already finished: nothing to do" in " ".join(
-        call("-q").stdout.split() + call().stdout.split()
-    )
-    assert json.loads(call("--json", "-q").stdout)["was_finished"] is True
+    assert "already finished: nothing to do" in " ".join(call().stdout.split())
     flip(sorted(src.glob("*.safetensors"))[0])
     document = json.loads(call("--json", "-q").stdout)
-    assert (document["was_finished"], "other bytes" in document["replaced_because"]) == (
-        False,
-        True,
-    )
-    assert CliRunner().invoke(app, [*map(str, words), "--update", "--dry-run"]).exit_code == 0
-    assert isinstance(hqconv.verify(tmp_path / "out", src).passed, bool)
+    assert document["was_finished"] is False
+    assert "other bytes" in document["replaced_because"]
+    call("--dry-run")

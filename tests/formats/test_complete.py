@@ -7,8 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hqconv.errors import InputError
 from hqconv.formats.encoding import ResolvedFormat, part_names, resolve_format
@@ -71,32 +69,20 @@ def test_fp8_groups_come_from_the_scale(
     )
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 600), st.integers(1, 150), st.integers(1, 300), st.integers(1, 300))
-def test_ragged_fp8_blocks(n: int, quarters: int, block_n: int, block_k: int) -> None:
-    k = 4 * quarters
-    rows, columns = -(-n // block_n), -(-k // block_k)
-    declared = replace(FP8, group_n=block_n, group_k=block_k)
-    headers = headers_of(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows, columns)))
-    assert resolve_format(declared, headers, n, k).format.group_n == block_n
-    wrong = headers_of(weight=("F8_E4M3", (n, k)), weight_scale_inv=("F32", (rows + 1, columns)))
-    refused(declared, wrong, n, k, "m.weight_scale_inv", str(rows), str(rows + 1))
-
-
 def test_which_second_scale_divides() -> None:
-    assert ALL["nvfp4"].completed().format.option("scale_2") == "multiplies"
+    assert ALL["modelopt-nvfp4"].completed().format.option("scale_2") == "multiplies"
     assert ALL["ct-nvfp4"].completed().format.option("scale_2") == "divides"
 
 
 def test_a_group_index_permutes() -> None:
-    assert ALL["ct-actorder"].completed().format.is_permuted
-    assert ALL["ct-int4-c"].completed().unused == {
+    assert ALL["ct-int4-actorder"].completed().format.is_permuted
+    assert ALL["ct-int4-channel"].completed().unused == {
         "weight_shape": "shape of the packed weight: implied"
     }
 
 
 def test_desc_act_is_permuted_unless_there_is_one_group() -> None:
-    case = ALL["gptq4-desc-act"]
+    case = ALL["gptq-desc-act"]
     assert case.completed().format.is_permuted
     channel = replace(case.declared, group_k=0, is_permuted=False)
     headers = {
@@ -113,7 +99,7 @@ def test_a_reciprocal_is_float32() -> None:
 
 
 def test_fp4_elements_and_bytes() -> None:
-    declared = ALL["mxfp4"].declared
+    declared = ALL["mxfp4-deepseek-v4"].declared
     for code, columns in (("U8", 32), ("I8", 32), ("F4", 32), ("F4", 64)):
         headers = headers_of(weight=(code, (16, columns)), scale=("F8_E8M0", (16, 2)))
         assert resolve_format(declared, headers, 16, 64).used == {
@@ -218,13 +204,13 @@ def test_declared_codes_and_stored_codes() -> None:
 @pytest.mark.parametrize(
     ("declared", "n", "k", "text"),
     [
-        (ALL["mxfp4"].declared, 16, 48, "multiple of 32"),
-        (ALL["nvfp4"].declared, 16, 24, "multiple of 16"),
-        (ALL["ct-int3-64"].declared, 16, 40, "multiple of 32"),
-        (ALL["gptq4-v1-zp"].declared, 12, 64, "multiple of 8"),
+        (ALL["mxfp4-deepseek-v4"].declared, 16, 48, "multiple of 32"),
+        (ALL["modelopt-nvfp4"].declared, 16, 24, "multiple of 16"),
+        (ALL["ct-int3-padded"].declared, 16, 40, "multiple of 32"),
+        (ALL["gptq-int4-zp"].declared, 12, 64, "multiple of 8"),
         (ALL["awq"].declared, 12, 64, "multiple of 8"),
         (ALL["bitnet"].declared, 16, 20, "multiple of 16"),
-        (replace(ALL["ct-int4-c"].declared, b_dtype=""), 32, 32, "uint8"),
+        (replace(ALL["ct-int4-channel"].declared, b_dtype=""), 32, 32, "uint8"),
     ],
 )
 def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, text: str) -> None:
@@ -250,6 +236,8 @@ def test_the_cases_are_of_every_decoder() -> None:
         "gptq",
         "awq",
         "bitnet",
+        "int4_pairs",
+        "mxfp6",
         "quark",
         "humming",
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.formats.config_reader import COMMON, ConfigReader, Keys
+from hqconv.formats.config_reader import COMMON, Keys
 from hqconv.formats.quant_config import declared_formats, methods
 from tests.make.formats import FORMATS
 from tests.make.places import REPO
@@ -115,37 +115,6 @@ def test_an_unknown_object_is_looked_into() -> None:
     declared_formats({**CONFIGS["awq"], "extras": {"deep": {"hadamard": False}}}, {})
     # GPTQModel's own, about ParoQuant's training.
     declared_formats({**CONFIGS["gptq-int4"], "meta": {"opt_fused_rotation": True}}, {})
-
-
-class Asked(dict[str, Any]):
-    """An object that notes the keys asked for."""
-
-    log: ClassVar[set[str]] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.log.add(key)
-        return super().get(key, default)
-
-
-def wrapped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return Asked({key: wrapped(inner) for key, inner in value.items()})
-    return [wrapped(item) for item in value] if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_parser_asks_for_known_keys_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that is read and not listed would be refused as unknown."""
-    monkeypatch.setattr(Asked, "log", set())
-    method = methods()[declared_formats(CONFIGS[name], {}).method]
-    list(method.parse(ConfigReader(wrapped(CONFIGS[name]), "quantization_config"), {}))
-    known = flat(COMMON | method.keys)
-    own = {inner for key in method.keys.entries for inner in CONFIGS[name].get(key) or {}}
-    assert Asked.log - known - own - {"expert_dtype", "head_dim", "format"} == set()
-
-
-def flat(keys: Keys) -> set[str]:
-    return keys.names.union(*map(flat, (*keys.inside.values(), *keys.entries.values())))
 
 
 # --- keys as the publishers' classes have them -------------------------------------------------------------

@@ -23,7 +23,7 @@ from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.configs import Json
 from tests.make.formats import FormatSpec, Written, write
-from tests.make.layouts import Sizes, plain
+from tests.make.layouts import plain
 from tests.make.packing import Draw, Encoder, Stored, little_endian, spread
 
 SIZE = 64
@@ -186,32 +186,6 @@ def test_other_layers_are_served_by_what_stock_vllm_reads(sign: str, tmp_path: P
     manifest = json.loads((tmp_path / "out/hqconv.json").read_text())
     assert manifest["source"]["quantization_config"] == own
     assert hqconv.verify(tmp_path / "out", done.folder, checks=["files"]).passed
-
-
-def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
-    """In files: the flat keys say 2 bits, the key of each down_proj 3, with a zero point."""
-    sizes = Sizes()
-    assert sizes.hidden != sizes.inner
-
-    def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        return (_encode(3, True) if (n, k) == sizes.shape("w2") else _encode(2, False))(
-            draw, n, k, second
-        )
-
-    done = write(tmp_path / "src", FormatSpec(encode, {}, "", dense=plain))
-    config = _config("+", 2, False, [], is_flat=True)
-    config["dynamic"] = {
-        f"+:{re.escape(f'{layer}.{expert}.down_proj')}$": _matrix(3, True)
-        for layer in done.truth
-        for expert in range(sizes.experts)
-    }
-    _set_config(done.folder, config)
-    found = _values(done.folder)
-    for layer, block in done.truth.items():
-        for role, stack in block.items():
-            assert all(
-                torch.equal(found[f"{layer}.{e}.{role}"], values) for e, values in enumerate(stack)
-            )
 
 
 def test_a_minus_without_a_format_leaves_out() -> None:

@@ -5,7 +5,6 @@ Copy this file to test a real one: the writer of its checkpoint, its meaning, an
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -102,15 +101,6 @@ def test_its_codes_are_kept(written: Written, tmp_path: Path) -> None:
         decoded = hqconv.dequantize(out, layer=name)
         assert all(torch.equal(decoded[part], values) for part, values in expected.items())
     conversions.assert_verified(out, written.folder)
-
-
-def test_it_is_requantized(written: Written, tmp_path: Path) -> None:
-    conversions.run(written.folder, tmp_path / "out", "int4")
-    conversions.assert_verified(tmp_path / "out", written.folder)
-
-
-def test_inspect_names_it(written: Written) -> None:
-    assert "toy int8" in json.dumps(hqconv.inspect(written.folder))
 
 
 def test_a_tensor_of_another_format_is_refused(written: Written, tmp_path: Path) -> None:

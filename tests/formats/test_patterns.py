@@ -187,17 +187,6 @@ GLOBS = [
     "model.layers.1*",
     "*experts.1.*",
     "model.layers.[01].mlp*",
-    "model?layers.0.*",
-    "lm_head",
-    "re:.*up$",
-    "m*",
-]
-
-
-GLOBS = [
-    "model.layers.1*",
-    "*experts.1.*",
-    "model.layers.[01].mlp*",
     "model?layers.[!0].*",
     "lm_head",
     "re:.*up$",

@@ -7,9 +7,7 @@ opened as any source: config to format, headers to parts, parts to weights.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -134,16 +132,6 @@ def test_every_format_has_a_proof_or_says_that_it_has_none() -> None:
     assert len(others) == len(set(others))
     assert not proven & set(others)
     assert set(FORMATS) <= proven | set(others)
-
-
-def test_matrices_of_packages_are_of_the_versions_that_the_table_names() -> None:
-    writers = {"modelopt": "nvidia-modelopt", "autoround": "auto-round", "gptqmodel": "gptqmodel"}
-    written = json.loads(
-        (Path(__file__).resolve().parents[1] / "data" / "written" / "words.json").read_text()
-    )
-    said = {written[name]["written_by"].partition(",")[0] for name in writers}
-    said.add(f"compressed-tensors {version('compressed-tensors')}")
-    assert {package for package, _, _ in BY_MATRIX.values()} == said
 
 
 def test_no_recording_is_made_by_a_format_that_has_a_live_proof() -> None:

@@ -215,12 +215,6 @@ def test_every_failure_has_its_message(
     assert str(status) in error.found
 
 
-def test_the_library_waits_as_the_hub_says(server: LocalHub, quick: list[float]) -> None:
-    server.fail(SHARD, 429, times=2, Retry_After="3")
-    assert hqconv.plan(NAME, **PLAN).source.num_files == 4
-    assert quick == [4.0, 4.0]  # a second more
-
-
 @pytest.mark.parametrize(
     "name", ["ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "ReadTimeout"]
 )

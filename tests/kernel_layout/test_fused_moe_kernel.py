@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hqconv.kernel_layout.rank_slices import gemm_tensors
 
 from hqconv.calibration.activations import activate
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, humming_activation
-from hqconv.kernel_layout.transform import humming_schema, kernel_form, layer_config, to_kernel
+from hqconv.kernel_layout.transform import (
+    gemm_tensors,
+    humming_schema,
+    kernel_form,
+    layer_config,
+    to_kernel,
+)
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices

@@ -184,43 +184,6 @@ def test_every_path_is_inverted(names_inputs: str) -> None:
             raise AssertionError(f"{kind}: {kind.schema}") from error
 
 
-def test_every_order_of_codes_and_scales_is_among_them() -> None:
-    forms = [form_of(kind) for one in inputs() for kind in each_path(one.name)]
-    fragments = {(f.activation_bits, f.is_native, f.is_packed_k, f.is_split, f.is_transposed) for f in forms
-                 if f.order == "fragments"}  # fmt: skip
-    plain = (False, False, False, False)
-    assert fragments == {
-        *((bits, *plain) for bits in (16, 8, 4)),
-        (16, True, False, False, False),
-        (8, False, True, False, True),
-        (8, False, False, True, False),
-        (8, False, True, True, False),
-    }
-    whole = {
-        (f.order, f.activation_bits, f.num_bits, f.is_signed)
-        for f in forms
-        if f.order != "fragments"
-    }
-    assert whole == {
-        *(("rows", 8, bits, False) for bits in (4, 6, 8)),
-        *(("chunks", 8, 8, signed) for signed in (False, True)),
-        *(
-            ("rows", 8, 8, True),
-            ("chunks", 8, 4, True),
-            ("chunks", 4, 2, True),
-            ("chunks", 4, 4, True),
-        ),
-        *(("rows", 4, 4, False), ("chunks", 4, 4, False)),
-    }
-    assert {f.scale_order for f in forms} == {
-        *("tensor", "block", "channel", "group"),
-        *("tensor memory", "one a word", "four a word"),
-    }
-    assert {(f.activation_bits, f.zero_kind) for f in forms if f.is_centred} == {
-        *itertools.product((16, 8, 4), ("none", "int"))
-    }
-
-
 # --- one flipped bit, one difference -----------------------------------------------------------------------
 
 FLIPPED = (

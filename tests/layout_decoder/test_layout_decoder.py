@@ -147,20 +147,6 @@ def test_inverts_the_forward_path(name: str, param_dtype: str) -> None:
 # --- compiled loops and array operations
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "param_dtype"), IN_TURN)
-def test_array_operations_find_the_same_faults(name: str, param_dtype: str) -> None:
-    """Flipped bits: the same values and faults as by compiled loops, in one expert at most."""
-    case = forward(name, param_dtype, SIZES[1])
-    random = np.random.default_rng(len(name))
-    for tensor in case.kernel:
-        for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 3):
-            stack = decoded_both_ways(case.config, flipped(case.kernel, tensor, int(bit)))
-            wrong = set(np.flatnonzero(stack.wrong.numpy()))
-            assert wrong == bad_experts(stack)
-            assert wrong <= {int(bit) // (case.kernel[tensor][0].nbytes * 8)}
-
-
 @pytest.mark.parametrize("num_bits", range(1, 9))
 def test_fields_are_little_endian(num_bits: int) -> None:
     words = np.random.default_rng(num_bits).integers(0, 1 << 32, (3, 5, 2 * num_bits), np.uint32)
@@ -241,7 +227,8 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
     for tensor in case.kernel:
         places = set()
         for bit in random.integers(0, case.kernel[tensor].nbytes * 8, 6):
-            changed = decoded(case.config, flipped(case.kernel, tensor, int(bit)))
+            changed = decoded_both_ways(case.config, flipped(case.kernel, tensor, int(bit)))
+            assert set(np.flatnonzero(changed.wrong.numpy())) == bad_experts(changed)
             found = differing(clean, changed)
             affected = tensor
             if tensor == "weight_scale_2" and clean.flushed is not None:
@@ -272,26 +259,6 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
                 assert len(problems(changed)) == 1 or (problems(changed) and tensor == "zero_point")
                 assert all(p.startswith((tensor, "weight")) for p in problems(changed))
         assert places or case.config["pad_shape_n"]
-
-
-@pytest.mark.parametrize(
-    "name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"]
-)
-def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
-    """With all weights zero but one bit, every bit gives another (row, column, value)."""
-    case = forward(name, "bfloat16", (256, 128))
-    words = case.kernel["weight"][:1]
-    zeroed = {key: array[:1] for key, array in case.kernel.items()}
-    num_bits = words.nbytes * 8
-    base = decoded(case.config, zeroed | {"weight": np.zeros(words.shape, np.uint32)}).codes.numpy()
-    seen = np.zeros((num_bits // 128, 3), np.int64)
-    for index, bit in enumerate(range(7, num_bits, 128)):
-        weight = np.zeros(words.shape, np.uint32)
-        weight.reshape(-1)[bit // 32] = 1 << (bit % 32)
-        codes = decoded(case.config, zeroed | {"weight": weight}).codes.numpy()
-        [(_, n, k)] = np.argwhere(codes != base)
-        seen[index] = n, k, int(codes[0, n, k]) ^ int(base[0, n, k])
-    assert len(np.unique(seen, axis=0)) == len(seen)
 
 
 # --- padding -----------------------------------------------------------------------------------------------

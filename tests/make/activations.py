@@ -6,21 +6,16 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
+
+from tests.make.packing import small_float
 
 
 def _floats(exponent_bits: int, mantissa_bits: int, num_without: int) -> np.ndarray:
     """All numbers of a float type in ascending order, from its codes; the last `num_without` codes are none."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    positive = []
-    for code in range(2 ** (exponent_bits + mantissa_bits) - num_without):
-        exponent, mantissa = divmod(code, 2**mantissa_bits)
-        fraction = mantissa / 2**mantissa_bits
-        positive.append(
-            2.0 ** (1 - bias) * fraction
-            if exponent == 0
-            else 2.0 ** (exponent - bias) * (1 + fraction)
-        )
-    return np.array([-x for x in positive[:0:-1]] + positive)
+    codes = torch.arange(2 ** (exponent_bits + mantissa_bits) - num_without)
+    positive = small_float(codes, exponent_bits, mantissa_bits).numpy()
+    return np.concatenate([-positive[:0:-1], positive])
 
 
 NUMBERS = {

@@ -1,16 +1,9 @@
-"""Sound checkpoints of every format with their originals, and faults planted between the two.
-
-    python -m tests.make.checkups
-
-prints how many faults `hqconv check --against` names rightly, and the damage it finds in sound checkpoints.
-"""
+"""Sound checkpoints of every format with their originals, and faults planted between the two."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,32 +234,3 @@ def is_named(fault: str, document: Json) -> bool:
         and {x["kind"] for x in damage} <= kinds
         and any(text in str(x) for x in damage)
     )
-
-
-def main() -> None:
-    right, all_, alarms, sound = Counter[str](), Counter[str](), list[str](), 0
-    for name in filter(is_there, FORMATS):
-        with tempfile.TemporaryDirectory() as folder:
-            found = planted(name, Path(folder), {**FAULTS, **HARMLESS})
-            alone = check(Path(folder, "src"), None)
-        sound += 1 + len(HARMLESS)
-        alarms += [f"{name}: alone: {x}" for x in alone["damage"]]
-        for fault, document in found.items():
-            if fault in HARMLESS:
-                alarms += [f"{name}: {fault}: {x}" for x in document["damage"]]
-                continue
-            all_[fault] += 1
-            right[fault] += is_named(fault, document)
-            if not is_named(fault, document):
-                shown = [(x["kind"], x["what"], x["where"], x["found"]) for x in document["damage"]]
-                print(f"{name}: {fault}: {shown}", flush=True)
-    for fault in FAULTS:
-        print(f"| {fault} | {right[fault]} of {all_[fault]} |")
-    print(
-        f"{right.total()} of {all_.total()} named rightly; {len(alarms)} false alarms in {sound} sound checks"
-    )
-    print("\n".join(alarms))
-
-
-if __name__ == "__main__":
-    main()

@@ -37,34 +37,30 @@ class LocalHub:
         self.sent: dict[str, int] = {}
         self.whole: list[str] = []  # files of which all bytes were asked for at once
         self.url, self.commit = "", COMMIT
-        self.older: dict[
-            str, Path
-        ] = {}  # commits before the present one; once there are some, no other is known
-        self.is_rewritten = False  # no commit but the present one is known
+        self.older: dict[str, Path] = {}  # commits before the present one
+        self.is_pushed = False  # once something is, no other commit is known
         self.digests: dict[str, str] = {}  # of the listing, where it is wrong
-        self.before: Callable[[str], None] | None = (
-            None  # called with a file's name before all of it is sent
-        )
+        # called with a file's name before all of it is sent
+        self.before: Callable[[str], None] | None = None
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
 
     def push(self, folder: Path, commit: str, *, rewrite: bool = False) -> None:
         """Have another folder at the branch, with a commit; rewrite: the commit before is gone."""
+        self.is_pushed = True
         self.older[self.commit] = self.folder
         if rewrite:
             self.older.clear()
-            self.is_rewritten = True
         self.folder, self.commit = folder, commit
 
     def at(self, revision: str) -> tuple[Path, str] | None:
         """Folder and commit of a branch or commit; None for a commit that is unknown."""
         if revision == self.commit or not re.fullmatch("[0-9a-f]{40}", revision):
             return self.folder, self.commit
-        if revision in self.older or not (self.older or self.is_rewritten):
-            return self.older.get(
-                revision, self.folder
-            ), revision if revision in self.older else self.commit
-        return None
+        if not self.is_pushed:
+            return self.folder, self.commit
+        folder = self.older.get(revision)
+        return (folder, revision) if folder else None
 
     def fail(self, path: str, status: int, times: int = 1 << 30, **headers: str) -> None:
         """Answer requests whose path holds this pattern with a status, so many times. headers: Retry_After="3"."""
@@ -175,16 +171,13 @@ class HubHandler(Handler):
         self.hub.count(name, num_bytes)
 
     def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
+        path = self.path.partition("?")[0]
         if fault := self.hub.fault(path):
             self.send(fault.status, b"fault", fault.headers)
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}(?:/revision/([^/]+))?", path):
             self._of_commit(match[1], lambda root, commit: self.send_json(self._info(root, commit)))
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/([^/]+)", path):
-            recursive = "recursive=true" in query.lower()
-            self._of_commit(
-                match[1], lambda root, _: self.send_json(self._tree(root, recursive=recursive))
-            )
+            self._of_commit(match[1], lambda root, _: self.send_json(self._files(root)))
         elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/([^/]+)/(.+)", path):
             self._of_commit(
                 match[1], lambda root, commit: self._send_file(root, commit, unquote(match[2]))
@@ -200,47 +193,29 @@ class HubHandler(Handler):
             answer(*found)
 
     def _files(self, root: Path) -> list[dict[str, Any]]:
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
             {
-                "path": p.relative_to(root).as_posix(),
-                "size": p.stat().st_size,
+                "type": "file",
+                "path": path.relative_to(root).as_posix(),
+                "size": path.stat().st_size,
                 "oid": COMMIT,
-                **_lfs(p),
+                **_lfs(path),
             }
-            for p in paths
-        ]
-
-    def _tree(self, root: Path, *, recursive: bool) -> list[dict[str, Any]]:
-        """All files, or those at the top and the folders there."""
-        files = [{"type": "file", **entry} for entry in self._files(root)]
-        if recursive:
-            return files
-        folders = {file["path"].partition("/")[0] for file in files if "/" in file["path"]}
-        return [file for file in files if "/" not in file["path"]] + [
-            {"type": "directory", "path": name, "size": 0, "oid": COMMIT}
-            for name in sorted(folders)
+            for path in sorted(root.rglob("*"))
+            if path.is_file()
         ]
 
     def _info(self, root: Path, commit: str) -> dict[str, Any]:
-        siblings = [
-            {
-                "rfilename": file["path"],
-                "size": file["size"],
-                "blobId": COMMIT,
-                "lfs": _sibling(file),
-            }
-            for file in self._files(root)
-        ]
-        for file in siblings:
-            if file["rfilename"] in self.hub.digests:
-                file["lfs"]["sha256"] = self.hub.digests[file["rfilename"]]
-        return {
-            "id": self.hub.repo_id,
-            "modelId": self.hub.repo_id,
-            "sha": commit,
-            "siblings": siblings,
-        }
+        siblings = []
+        for file in self._files(root):
+            lfs = _sibling(file)
+            if file["path"] in self.hub.digests:
+                lfs = {**(lfs or {}), "sha256": self.hub.digests[file["path"]]}
+            siblings.append(
+                {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": lfs}
+            )
+        name = self.hub.repo_id
+        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings}
 
     def _send_file(self, root: Path, commit: str, name: str) -> None:
         path = root / name
@@ -252,11 +227,8 @@ class HubHandler(Handler):
         begin, end, status = 0, len(data), 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:
-            begin, end, status = (
-                int(wanted[1]),
-                min(int(wanted[2] or len(data)) + 1, len(data)),
-                206,
-            )
+            begin, status = int(wanted[1]), 206
+            end = min(int(wanted[2] or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         if self.command == "GET" and status == 200:
             self.hub.whole.append(name)

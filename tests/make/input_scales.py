@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from tests.make.small import ROLES, E, Source, Tensors, fp8_blocks, fp8_tensors, nvfp4, per_expert
+from tests.make import configs
+from tests.make.small import (
+    LAYER,
+    ROLES,
+    E,
+    Source,
+    Tensors,
+    fp8_blocks,
+    fp8_tensors,
+    nvfp4,
+    per_expert,
+)
 
 PART = "input_scale"
 
@@ -73,11 +86,10 @@ def int8() -> Source:
         scale = torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)).add(0.1).bfloat16()
         return {"weight": codes.to(torch.int8), "weight_scale": scale}
 
-    shared = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-    weights, inputs = shared | {"strategy": "channel"}, shared | {"strategy": "tensor"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    words = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
-    return _with_scales(per_expert(parts, words | {"config_groups": {"group_0": group}}), (1,))
+    config = configs.compressed("int-quantized", 8, "int", "channel")["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    group["input_activations"] = {**group["weights"], "strategy": "tensor"}
+    return _with_scales(per_expert(parts, config), (1,))
 
 
 def modelopt_nvfp4() -> Source:
@@ -106,25 +118,10 @@ def compressed_nvfp4() -> Source:
         renamed[name.replace(PART, "input_global_scale")] = torch.full(
             (1,), 1 / scale_of(expert, role)
         )
-    number: dict[str, object] = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-    }
-    number |= {"symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": number | {"dynamic": False},
-        "input_activations": number,
-    }
-    group["input_activations"] = number | {"dynamic": "local"}
-    words = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "ignore": ["lm_head"],
-    }
-    return renamed, {**config, "quantization_config": words | {"config_groups": {"group_0": group}}}
+    config |= configs.compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {**group["weights"], "dynamic": "local"}
+    return renamed, config
 
 
 STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {
@@ -134,3 +131,14 @@ STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {
     "int8": (int8, "int8", "int8-static"),
 }
 """Writer, weight schema and input schema."""
+
+
+def scales_in(out: Path, tensor: str = PART) -> dict[str, dict[str, float]]:
+    """Rank → GEMM → the scale in its file."""
+    scales = {}
+    for path in sorted((out / "experts").rglob("*.safetensors")):
+        tensors = load_file(path)
+        found = {gemm: tensors[f"{LAYER}.{gemm}_{tensor}"] for gemm in ("w13", "w2")}
+        assert all((scale.dtype, scale.shape) == (torch.float32, (1,)) for scale in found.values())
+        scales[path.parent.name] = {gemm: scale.item() for gemm, scale in found.items()}
+    return scales

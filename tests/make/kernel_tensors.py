@@ -11,8 +11,13 @@ import numpy as np
 import torch
 
 from hqconv.kernel_layout.transform import packed_form
-from hqconv.layout_decoder import codes, values
-from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout
+from hqconv.layout_decoder import codes, decode
+from hqconv.layout_decoder.decode import (
+    DecodedStack,
+    bits_of_arrays,
+    decode_layout,
+    decoded_weights,
+)
 from hqconv.layout_decoder.layout_form import read_config
 from hqconv.schemas.tensors import torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
@@ -77,16 +82,16 @@ def decoded(
 def array_operations() -> Iterator[None]:
     """Run on the CPU the array operations that decode on a GPU, instead of compiled loops."""
     with ExitStack() as stack:
-        for module in (codes, values, figures):
+        for module in (codes, decode, figures):
             stack.enter_context(mock.patch.object(module, "has_loops", return_value=False))
         yield
 
 
 def values_of(stack: DecodedStack, schema: WeightSchema, param_dtype: str) -> np.ndarray:
     """The decoded weights [E, N, K] of a stack; loops and array operations agree."""
-    found = values.decoded_weights(stack, schema, param_dtype)
+    found = decoded_weights(stack, schema, param_dtype)
     with array_operations():
-        again = values.decoded_weights(stack, schema, param_dtype)
+        again = decoded_weights(stack, schema, param_dtype)
     assert found.numpy().tobytes() == again.numpy().tobytes()
     return found.numpy()
 

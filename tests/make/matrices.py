@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from tests.make.packing import small_float
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
@@ -135,10 +136,7 @@ def values_of_codes(schema: WeightSchema) -> np.ndarray:
     exponent_bits, mantissa_bits = int(schema.b_dtype[-3]), int(schema.b_dtype[-1])
     magnitude = codes % half
     if exponent_bits:
-        exponent, mantissa = magnitude >> mantissa_bits, magnitude % 2**mantissa_bits
-        bias = 2 ** (exponent_bits - 1) - 1
-        values = np.where(exponent > 0, 1.0, 0.0) + mantissa / 2**mantissa_bits
-        values = values * 2.0 ** (np.maximum(exponent, 1) - bias)
+        values = small_float(torch.from_numpy(magnitude), exponent_bits, mantissa_bits).numpy()
     else:
         values = magnitude.astype(np.float64)
     if schema.b_dtype in FP8_MAX:

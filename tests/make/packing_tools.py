@@ -11,8 +11,10 @@ from tests.make.packing import (
     Draw,
     Encoder,
     Stored,
+    fp8,
     little_endian,
     nibbles,
+    nvfp4,
     powers,
     small_float,
     spread,
@@ -82,10 +84,9 @@ def quark_gpt_oss(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
 
 def quark_fp4_fp8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """fp4 in groups of 16 whose scales are fp8 under a scale of the matrix."""
-    codes = draw.integers(0, 16, n, k)
-    scale = draw.scales(n, k // 16, base=150).clamp(max=448).to(torch.float8_e4m3fn)
-    parts = {"weight": nibbles(codes), "weight_scale": scale, "weight_scale_2": second.clone()}
-    return Stored(parts, E2M1[codes], spread(scale, n, k), float(second))
+    stored = nvfp4()(draw, n, k, second)
+    del stored.parts["input_scale"]
+    return stored
 
 
 def quark_fp6(exponent_bits: int) -> Encoder:
@@ -148,9 +149,9 @@ def humming_mxfp4(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
 
 def humming_fp8_block(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """fp8 four to a word, float32 scales of 128 × 128."""
-    codes, scale = draw.fp8(n, k), draw.scales(n // 128, k // 128)
-    parts = {"weight": codes.view(torch.int32), "weight_scale": scale}
-    return Stored(parts, codes.double(), spread(scale, n, k))
+    stored = fp8(block=(128, 128))(draw, n, k, second)
+    stored.parts["weight"] = stored.parts["weight"].view(torch.int32)
+    return stored
 
 
 # --- bitsandbytes ------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from unittest.mock import patch
 import hqconv.io.durable_files
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, journal_part
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import run
+from tests.make.conversions import run, run_until
 from tests.make.disks import Disk, paths_below
 from tests.make.qwen import write_qwen3_moe
 from tests.make.recording import Op, Recorder
@@ -30,25 +30,16 @@ Files = dict[str, str]
 class Recorded:
     """A conversion to `out` below `before`, a folder as it was; `ops` is what it asked of the disk.
 
-    new: the artifact that comes of it. old: the one that it replaces. by_renames: whether folders cannot be exchanged.
+    new: the artifact that comes of it.
     """
 
-    name: str
-    src: Path
     before: Path
     ops: Sequence[Op]
     new: Files
-    old: Files | None = None
-    by_renames: bool = False
 
     def disk(self) -> Disk:
         """The disk before it."""
         return Disk.of(self.before)
-
-    def finish(self, out: Path, **modes: bool) -> None:
-        """The same request once more."""
-        with renames_only() if self.by_renames else nullcontext():
-            run(self.src, out, SCHEMA, GRID, **modes)
 
 
 @contextmanager
@@ -67,90 +58,71 @@ def model(folder: Path) -> Path:
 
 def recorded(work: Path, name: str, src: Path) -> Recorded:
     """One of SCENARIOS, run below `work`."""
-    return SCENARIOS[name](work / name, name, src)
-
-
-def _record(root: Path, call: Callable[[Path], object]) -> list[Op]:
-    recorder = Recorder(root)
+    before, disk = work / name / "before", work / name / "disk"
+    before.mkdir(parents=True)
+    disk.mkdir()
+    convert = SCENARIOS[name](before, disk / "out", src)
+    recorder = Recorder(disk)
     with recorder.at_work():
-        call(root / "out")
-    return recorder.ops
+        convert()
+    return Recorded(before, recorder.ops, snapshot(disk / "out"))
 
 
-def _fresh(work: Path, name: str, src: Path) -> Recorded:
+def _fresh(before: Path, out: Path, src: Path) -> Callable[[], object]:
     """Into a folder that is not there, nor the one above it."""
-    before, disk = _folders(work)
-    ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID))
-    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+    return lambda: run(src, out, SCHEMA, GRID)
 
 
-def _replaced(work: Path, name: str, src: Path) -> Recorded:
+def _replaced(before: Path, out: Path, src: Path) -> Callable[[], object]:
     """In the place of an artifact of another schema and grid, beside which its owner put a file."""
-    before, disk = _folders(work)
     run(src, before / "out", "int4-g32", Grid(1, 2))
     (before / "out" / README).write_text("* text=auto")
-    shutil.copytree(before, disk, dirs_exist_ok=True)
-    by_renames = name != "replaced"
-    made = Recorded(name, src, before, (), {}, snapshot(before / "out"), by_renames)
-    ops = _record(disk, lambda out: made.finish(out, overwrite=True))
-    return Recorded(name, src, before, ops, snapshot(disk / "out"), made.old, by_renames)
+    shutil.copytree(before / "out", out)
+    return lambda: run(src, out, SCHEMA, GRID, overwrite=True)
 
 
-def _anew(work: Path, name: str, src: Path) -> Recorded:
+def _replaced_by_renames(before: Path, out: Path, src: Path) -> Callable[[], object]:
+    """The same where folders cannot be exchanged at once."""
+    replace = _replaced(before, out, src)
+
+    def convert() -> None:
+        with renames_only():
+            replace()
+
+    return convert
+
+
+def _anew(before: Path, out: Path, src: Path) -> Callable[[], object]:
     """With --overwrite, in the place of an unfinished one of another schema and grid."""
-    before, disk = _folders(work)
-
-    def stop(progress: Any) -> None:
-        if progress.num_units_done:
-            raise KeyboardInterrupt
-
-    with suppress(KeyboardInterrupt):
-        run(src, disk / "out", "int4-g32", Grid(1, 3), progress=stop)
-    shutil.copytree(disk / "out", before / "out")  # how far another one got would be chance
-    ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID, overwrite=True))
-    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+    run_until(src, out, 1, "int4-g32", Grid(1, 3))
+    shutil.copytree(out, before / "out")  # how far another one got would be chance
+    return lambda: run(src, out, SCHEMA, GRID, overwrite=True)
 
 
-def _together(work: Path, name: str, src: Path) -> Recorded:
+def _together(before: Path, out: Path, src: Path) -> Callable[[], object]:
     """By two parts at the same time (here threads, with the same code)."""
-    before, disk = _folders(work)
-    ops = _record(disk, lambda out: run_together(src, out))
-    return Recorded(name, src, before, ops, snapshot(disk / "out"))
+    return lambda: run_together(src, out)
 
 
-def run_together(src: Path, out: Path, num: int = 2) -> None:
-    """A conversion by several threads, each in the place of a process that converts a part."""
-    errors = list[BaseException]()
+def run_together(src: Path, out: Path) -> None:
+    """A conversion by two threads, each in the place of a process that converts a part."""
 
-    def work(number: int) -> None:
-        try:
-            run(src, out, SCHEMA, GRID, part=f"{number}/{num}", threads=1)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
+    def convert(number: int) -> None:
+        run(src, out, SCHEMA, GRID, part=f"{number}/2", threads=1)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, num + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(2) as threads:
+        for part in [threads.submit(convert, number) for number in (1, 2)]:
+            part.result()
 
 
-SCENARIOS: dict[str, Callable[[Path, str, Path], Recorded]] = {
+SCENARIOS: dict[str, Callable[[Path, Path, Path], Callable[[], object]]] = {
     "fresh": _fresh,
     "replaced": _replaced,
-    "replaced by renames": _replaced,
+    "replaced by renames": _replaced_by_renames,
     "begun anew": _anew,
     "together": _together,
 }
-
-
-def _folders(work: Path) -> tuple[Path, Path]:
-    folders = work / "before", work / "disk"
-    for folder in folders:
-        folder.mkdir(parents=True)
-    return folders
+"""(the folder before, the output, the source) to the conversion that is recorded."""
 
 
 # --- the order that must be kept

@@ -146,33 +146,46 @@ def fp8_written(block: tuple[int, int] | None, **more: Any) -> Callable[[], Publ
     return published
 
 
-def fp8_read(
-    name: str,
-    scale_of: Callable[[torch.Tensor], torch.Tensor],
-    config: Json,
-    codes: torch.dtype = torch.float8_e4m3fn,
+def read(
+    store: Callable[[torch.Tensor], Tensors], documents: Json, **config: Any
 ) -> Callable[[], Published]:
-    """fp8 codes under scales of another shape or dtype, which transformers reads in float32.
-
-    name: of the scale. scale_of: a scale of the weight's in that shape and dtype.
-    """
+    """Codes and scales that transformers reads in float32; `store` gives both, the codes first."""
 
     def published() -> Published:
         _, reader, _ = _fp8((128, 128))
 
         def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-            stored, scale = (weight * 500).to(codes), scale_of(weight)
-            return {"weight": stored, name: scale}, reader._dequantize_one(
-                stored, _as_grid(scale), torch.float32
-            )
+            tensors = store(weight)
+            codes, scale = tensors.values()
+            is_packed = codes.size(1) < weight.size(1)
+            codes = codes.view(torch.int8) if is_packed else codes
+            scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
+            return tensors, reader._dequantize_one(codes, scale, torch.float32)
 
-        return qwen3_moe(_named("transformers"), READ, quantize, config)
+        return qwen3_moe(_named("transformers"), READ, quantize, documents, config=config)
 
     return published
 
 
-def _as_grid(scale: torch.Tensor) -> torch.Tensor:
-    return scale.reshape(-1, 1) if scale.ndim < 2 else scale
+def fp8(
+    name: str,
+    scale_of: Callable[[torch.Tensor], torch.Tensor],
+    codes: torch.dtype = torch.float8_e4m3fn,
+) -> Callable[[torch.Tensor], Tensors]:
+    """fp8 codes and a scale of this name."""
+    return lambda weight: {"weight": (weight * 500).to(codes), name: scale_of(weight)}
+
+
+def fp4(codes: torch.dtype, name: str, scale: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
+    """fp4 in groups of 32: two random codes a byte, and exponents."""
+
+    def store(weight: torch.Tensor) -> Tensors:
+        n, k = weight.shape
+        generator = torch.Generator().manual_seed(n)
+        packed = torch.randint(0, 256, (n, k // 2), generator=generator).to(torch.uint8)
+        return {"weight": packed.view(codes), name: _exponents(weight).view(scale)}
+
+    return store
 
 
 def _tensor(weight: torch.Tensor) -> torch.Tensor:
@@ -181,6 +194,10 @@ def _tensor(weight: torch.Tensor) -> torch.Tensor:
 
 def _channel(weight: torch.Tensor) -> torch.Tensor:
     return (weight.abs().amax(1, keepdim=True) / 300).float()
+
+
+def _bfloat16_channel(weight: torch.Tensor) -> torch.Tensor:
+    return _channel(weight).bfloat16()
 
 
 def _exponents(weight: torch.Tensor) -> torch.Tensor:
@@ -222,46 +239,6 @@ def fp8_ragged() -> Published:
     return qwen3_moe(package, READ, quantize, configs.fp8_blocks(), hidden=192, inner=144)
 
 
-def mxfp8_read() -> Published:
-    """fp8 in groups of 32, which transformers reads in float32."""
-    _, reader, _ = _fp8((128, 128))
-
-    def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        stored, scale = (weight * 500).to(torch.float8_e4m3fn), _exponents(weight)
-        return {"weight": stored, "weight_scale_inv": scale}, reader._dequantize_one(
-            stored, scale, torch.float32
-        )
-
-    words = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
-    return qwen3_moe(_named("transformers"), READ, quantize, {"quantization_config": words})
-
-
-def fp4_read(
-    weight: torch.dtype, scale: str, scale_dtype: torch.dtype, config: Json, **model: Any
-) -> Any:
-    """fp4 in groups of 32, two codes a byte, which transformers reads in float32 (as int8)."""
-
-    def published() -> Published:
-        _, reader, _ = _fp8((128, 128))
-
-        def quantize(_module: str, drawn_weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-            n, k = drawn_weight.shape
-            codes = torch.randint(
-                0, 256, (n, k // 2), generator=torch.Generator().manual_seed(n)
-            ).to(torch.uint8)
-            parts = {
-                "weight": codes.view(weight),
-                scale: _exponents(drawn_weight).view(scale_dtype),
-            }
-            return parts, reader._dequantize_one(
-                codes.view(torch.int8), parts[scale], torch.float32
-            )
-
-        return qwen3_moe(_named("transformers"), READ, quantize, config, config=model)
-
-    return published
-
-
 def mxfp4_gpt_oss() -> Published:
     """GPT-OSS's stacks; the module gives [in, out], gate and up in alternating rows."""
     from transformers import Mxfp4Config
@@ -275,19 +252,19 @@ def mxfp4_gpt_oss() -> Published:
         n = 2 * n if role == "w1" else n
         blocks = torch.randint(0, 256, (2, n, k // 32, 16), generator=generator).to(torch.uint8)
         scales = torch.randint(110, 130, (2, n, k // 32), generator=generator).to(torch.uint8)
-        tensors |= {
-            f"{LAYER}.experts.{stack}_{part}": one
-            for part, one in (("blocks", blocks), ("scales", scales))
-        }
+        tensors[f"{LAYER}.experts.{stack}_blocks"] = blocks
+        tensors[f"{LAYER}.experts.{stack}_scales"] = scales
         tensors[f"{LAYER}.experts.{stack}_bias"] = torch.randn(2, n, generator=generator).bfloat16()
-        read = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        weights = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        read_back = weights.transpose(1, 2)
         for expert in range(2):
-            both = (
-                (("w1", read[expert, ::2]), ("w3", read[expert, 1::2]))
-                if role == "w1"
-                else (("w2", read[expert]),)
-            )
-            values |= {f"{expert}.{name}": value for name, value in both}
+            if role == "w2":
+                values[f"{expert}.w2"] = read_back[expert]
+            else:
+                values |= {
+                    f"{expert}.w1": read_back[expert, ::2],
+                    f"{expert}.w3": read_back[expert, 1::2],
+                }
     config = {
         **model_config(HIDDEN, INNER, "gpt_oss", 2),
         "quantization_config": Mxfp4Config().to_dict(),
@@ -297,53 +274,42 @@ def mxfp4_gpt_oss() -> Published:
 
 def fused_fp8_channel() -> Published:
     """Stacks [E, out, in] with scales [E, out, 1], which transformers reads in float32."""
-    _, reader, _ = _fp8((128, 128))
-    tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(2, HIDDEN, dtype=torch.bfloat16)}
-    values: Tensors = {}
-    for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        weights = torch.stack(
-            [torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)]
-        )
+
+    def store(name: str, weights: torch.Tensor) -> Tensors:
         scale = (weights.abs().amax(2, keepdim=True) / 300).bfloat16()
-        stored = (weights / scale).to(torch.float8_e4m3fn)
-        tensors |= {
-            f"{LAYER}.experts.{stack}": stored,
-            f"{LAYER}.experts.{stack}_weight_scale": scale,
-        }
-        values |= _experts(reader._dequantize_one(stored, scale, torch.float32), roles)
-    words = {
-        **model_config(HIDDEN, INNER, "qwen3_moe", 2),
-        **configs.fp8(activation_scheme="static"),
-    }
-    return Published(_named("transformers"), READ, tensors, {"config.json": words}, values)
+        return {name: (weights / scale).to(torch.float8_e4m3fn), f"{name}_weight_scale": scale}
 
-
-def _experts(read: torch.Tensor, roles: tuple[str, ...]) -> Tensors:
-    """A stack's values by expert and role."""
-    return {
-        f"{expert}.{role}": part
-        for expert, matrix in enumerate(read)
-        for role, part in zip(roles, matrix.chunk(len(roles)), strict=True)
-    }
+    return _fused(READ, store, configs.fp8(activation_scheme="static"))
 
 
 def fused_fp8_block() -> Published:
     """Stacks [E, out, in] as transformers 5 saves a model that it quantized."""
-    writer, reader, config = _fp8((32, 32))
+    writer, _, config = _fp8((32, 32))
+
+    def store(name: str, weights: torch.Tensor) -> Tensors:
+        stored: Tensors = writer.convert({name: weights.bfloat16()})
+        return stored
+
+    return _fused(BOTH, store, {"quantization_config": config})
+
+
+def _fused(
+    wrote: str, store: Callable[[str, torch.Tensor], Tensors], quantization: Json
+) -> Published:
+    """Stacks of two experts; `store` gives a stack's codes and scales by name."""
+    _, reader, _ = _fp8((32, 32))
     tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(2, HIDDEN, dtype=torch.bfloat16)}
     values: Tensors = {}
     for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        weights = torch.stack(
-            [torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)]
-        )
-        stored = writer.convert({f"{LAYER}.experts.{stack}": weights.bfloat16()})
+        experts = [torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)]
+        stored = store(f"{LAYER}.experts.{stack}", torch.stack(experts))
         tensors |= stored
-        scale = stored[f"{LAYER}.experts.{stack}_scale_inv"]
-        values |= _experts(
-            reader._dequantize_one(stored[f"{LAYER}.experts.{stack}"], scale, torch.float32), roles
-        )
-    words = {**model_config(HIDDEN, INNER, "qwen3_moe", 2), "quantization_config": config}
-    return Published(_named("transformers"), BOTH, tensors, {"config.json": words}, values)
+        codes, scale = stored.values()
+        for expert, matrix in enumerate(reader._dequantize_one(codes, scale, torch.float32)):
+            for role, rows in zip(roles, matrix.chunk(len(roles)), strict=True):
+                values[f"{expert}.{role}"] = rows
+    config = {**model_config(HIDDEN, INNER, "qwen3_moe", 2), **quantization}
+    return Published(_named("transformers"), wrote, tensors, {"config.json": config}, values)
 
 
 def bitnet(linear_class: str) -> Callable[[], Published]:
@@ -435,6 +401,7 @@ def humming(**words: Any) -> Callable[[], Published]:
 
 _E8M0, _U8 = torch.float8_e8m0fnu, torch.uint8
 _PACKED, _INT, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+_MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
 _DEEPSEEK_FP4 = configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None)
 _MIMO = configs.fp8_blocks(
     store_dtype="mxfp4", routed_experts_quant_method="mxfp4", modules_to_not_convert=None
@@ -446,16 +413,16 @@ LIVE: dict[str, Callable[[], Published]] = {
     "fp8-block-ue8m0": fp8_recast(torch.Tensor.float, scale_fmt="ue8m0"),
     "fp8-block-e8m0-bytes": fp8_recast(lambda scale: scale.view(torch.uint8)),
     "fp8-block-ragged": fp8_ragged,
-    "fp8-tensor": fp8_read("weight_scale", _tensor, configs.fp8(activation_scheme="static")),
-    "fp8-channel": fp8_read("weight_scale", lambda w: _channel(w).bfloat16(), configs.fp8()),
-    "fp8-channel-f32": fp8_read("weight_scale", lambda w: _channel(w).flatten(), configs.fp8()),
-    "fp8-e5m2": fp8_read(
-        "weight_scale", lambda w: _channel(w).bfloat16(), configs.fp8(fmt="e5m2"), torch.float8_e5m2
+    "fp8-tensor": read(fp8("weight_scale", _tensor), configs.fp8(activation_scheme="static")),
+    "fp8-channel": read(fp8("weight_scale", _bfloat16_channel), configs.fp8()),
+    "fp8-channel-f32": read(fp8("weight_scale", lambda w: _channel(w).flatten()), configs.fp8()),
+    "fp8-e5m2": read(
+        fp8("weight_scale", _bfloat16_channel, torch.float8_e5m2), configs.fp8(fmt="e5m2")
     ),
     "mxfp4-gpt-oss": mxfp4_gpt_oss,
-    "mxfp4-deepseek-v4": fp4_read(torch.int8, "scale", _E8M0, _DEEPSEEK_FP4, expert_dtype="fp4"),
-    "mxfp4-mimo": fp4_read(_U8, "weight_scale", _U8, _MIMO),
-    "mxfp8-minimax": mxfp8_read,
+    "mxfp4-deepseek-v4": read(fp4(torch.int8, "scale", _E8M0), _DEEPSEEK_FP4, expert_dtype="fp4"),
+    "mxfp4-mimo": read(fp4(_U8, "weight_scale", _U8), _MIMO),
+    "mxfp8-minimax": read(fp8("weight_scale_inv", _exponents), {"quantization_config": _MXFP8}),
     "fused-fp8-channel": fused_fp8_channel,
     "fused-fp8-block": fused_fp8_block,
     "bitnet": bitnet("bitlinear"),

@@ -71,11 +71,11 @@ class Recorder:
             stack.enter_context(patch.object(exchange, "_exchange_at_once", at_once))
             yield
 
-    def adopt(self, descriptor: int, path: str) -> None:
-        """Take notice of a file that was opened before."""
+    def adopt(self, descriptor: int, path: str, size: int = 0) -> None:
+        """Take notice of an open file."""
         self._count += 1
         self._handles[descriptor] = self._count
-        self._note("open", path, handle=self._count)
+        self._note("open", path, handle=self._count, size=size)
 
     def _inside(self, path: object) -> str | None:
         """The path below the root, or None for others."""
@@ -94,14 +94,14 @@ class Recorder:
         kinds = {"replace": "rename", "remove": "unlink"}
         return {
             "open": self._open(os.open),
-            "close": self._close(os.close),
-            "write": self._write(os.write),
-            "pwrite": self._pwrite(os.pwrite),
-            "ftruncate": self._sized(os.ftruncate),
-            "truncate": self._truncate(os.truncate),
-            "posix_fallocate": self._allocate(os.posix_fallocate),
-            "fsync": self._sync(os.fsync),
-            "fdatasync": self._sync(os.fdatasync),
+            "close": self._of_file(os.close, self._closed),
+            "write": self._of_file(os.write, self._wrote),
+            "pwrite": self._of_file(os.pwrite, self._wrote),
+            "ftruncate": self._of_file(os.ftruncate, self._sized),
+            "truncate": _truncate,
+            "posix_fallocate": self._of_file(os.posix_fallocate, self._sized),
+            "fsync": self._of_file(os.fsync, self._synced),
+            "fdatasync": self._of_file(os.fdatasync, self._synced),
             **{name: self._named(getattr(os, name), kinds.get(name, name)) for name in names},
         }
 
@@ -114,87 +114,39 @@ class Recorder:
                 descriptor = real(path, flags, *args, **kwargs)
                 self._handles.pop(descriptor, None)
                 if inside is not None:
-                    self._count += 1
-                    self._handles[descriptor] = self._count
                     size = 2 if flags & os.O_TRUNC else 1 if flags & os.O_CREAT else 0
-                    self._note("open", inside, handle=self._count, size=size)
+                    self.adopt(descriptor, inside, size)
             return descriptor
 
         return call
 
-    def _close(self, real: Callable[[int], None]) -> Callable[[int], None]:
-        def call(descriptor: int) -> None:
+    def _of_file(self, real: Callable[..., Any], note: Callable[..., object]) -> Callable[..., Any]:
+        """A call on a descriptor; `note` gets its handle, the result and the arguments."""
+
+        def call(descriptor: int, *args: Any) -> Any:
             with self._lock:
-                self._handles.pop(descriptor, None)
-                real(descriptor)
-
-        return call
-
-    def _write(self, real: Callable[..., int]) -> Callable[..., int]:
-        def call(descriptor: int, data: Any) -> int:
-            with self._lock:
-                if descriptor not in self._handles:
-                    return real(descriptor, data)
-                offset = os.lseek(descriptor, 0, os.SEEK_CUR)
-                return self._wrote(descriptor, offset, data, real(descriptor, data))
-
-        return call
-
-    def _pwrite(self, real: Callable[..., int]) -> Callable[..., int]:
-        def call(descriptor: int, data: Any, offset: int) -> int:
-            with self._lock:
-                return self._wrote(descriptor, offset, data, real(descriptor, data, offset))
-
-        return call
-
-    def _wrote(self, descriptor: int, offset: int, data: Any, count: int) -> int:
-        if descriptor in self._handles:
-            part = bytes(memoryview(data).cast("B")[:count])
-            self._note("write", handle=self._handles[descriptor], offset=offset, data=part)
-        return count
-
-    def _sized(self, real: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def call(descriptor: int, size: int) -> None:
-            with self._lock:
-                real(descriptor, size)
+                result = real(descriptor, *args)
                 if descriptor in self._handles:
-                    self._note("size", handle=self._handles[descriptor], size=size)
+                    note(descriptor, result, *args)
+            return result
 
         return call
 
-    def _truncate(self, real: Callable[..., None]) -> Callable[..., None]:
-        def call(path: Any, size: int) -> None:
-            inside = self._inside(path)
-            with self._lock:
-                real(path, size)
-                if inside is not None:
-                    self._count += 1
-                    self._note("open", inside, handle=self._count)
-                    self._note("size", handle=self._count, size=size)
+    def _wrote(self, descriptor: int, count: int, data: Any, offset: int | None = None) -> None:
+        if offset is None:
+            offset = os.lseek(descriptor, 0, os.SEEK_CUR) - count
+        written = bytes(memoryview(data).cast("B")[:count])
+        self._note("write", handle=self._handles[descriptor], offset=offset, data=written)
 
-        return call
+    def _sized(self, descriptor: int, *_: object) -> None:
+        size = os.fstat(descriptor).st_size
+        self._note("size", handle=self._handles[descriptor], size=size)
 
-    def _allocate(self, real: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
-        def call(descriptor: int, offset: int, count: int) -> None:
-            with self._lock:
-                real(descriptor, offset, count)
-                if descriptor in self._handles:
-                    self._note(
-                        "size",
-                        handle=self._handles[descriptor],
-                        size=max(os.fstat(descriptor).st_size, 0),
-                    )
+    def _synced(self, descriptor: int, *_: object) -> None:
+        self._note("sync", handle=self._handles[descriptor])
 
-        return call
-
-    def _sync(self, real: Callable[[int], None]) -> Callable[[int], None]:
-        def call(descriptor: int) -> None:
-            with self._lock:
-                real(descriptor)
-                if descriptor in self._handles:
-                    self._note("sync", handle=self._handles[descriptor])
-
-        return call
+    def _closed(self, descriptor: int, *_: object) -> None:
+        del self._handles[descriptor]
 
     def _file(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """`open` for writing: every write of its buffer is noted as one of `os`."""
@@ -256,6 +208,13 @@ class _Noted(io.RawIOBase):
         if not self.closed:
             os.close(self._descriptor)
         super().close()
+
+
+def _truncate(path: Any, size: int) -> None:
+    """`os.truncate` by calls that are recorded."""
+    descriptor = os.open(path, os.O_WRONLY)
+    os.ftruncate(descriptor, size)
+    os.close(descriptor)
 
 
 def _refuse(name: str) -> Callable[..., Any]:

@@ -95,6 +95,13 @@ def plain() -> Source:
     return per_expert(lambda n, k, seed: {"weight": _noise(n, k).roll(seed).bfloat16()})
 
 
+def two_layers(source: Source) -> Source:
+    """The same tensors in both layers."""
+    tensors, config = source
+    second = {name.replace("layers.0", "layers.1"): one.clone() for name, one in tensors.items()}
+    return second | tensors, {**config, "num_hidden_layers": 2}
+
+
 def with_activation(words: dict[str, Any]) -> Source:
     """bf16 under the names of `model_type`'s family, with words of a config that say what its experts compute."""
     if words["model_type"] == "gpt_oss":

@@ -18,6 +18,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 import torch
 
 from tests.make.families import LAYERS
+from tests.make.vllm_lists import DRAFTS
 
 # Words that vLLM's classes ask of a config and transformers' tiny models do not have.
 WORDS: dict[str, dict[str, Any]] = {
@@ -102,31 +103,6 @@ WORDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl_moe": {"text_config": {"norm_topk_prob": True}},
 }
-# Drafts of the same folder: words, and the name that the checkpoint gives to the draft's layer.
-NEXT = {"num_nextn_predict_layers": 1}
-DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    **dict.fromkeys(
-        (
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "hy_v3",
-            "bailing_hybrid",
-        ),
-        (NEXT, f"model.layers.{LAYERS}.mlp.experts"),
-    ),
-    "qwen3_next": (NEXT, "mtp.layers.0.mlp.experts"),
-    "qwen3_5_moe_text": ({"mtp_num_hidden_layers": 1}, "mtp.layers.0.mlp.experts"),
-    "qwen3_5_moe": ({"text_config": {"mtp_num_hidden_layers": 1}}, "mtp.layers.0.mlp.experts"),
-    "deepseek_v4": (NEXT, "mtp.0.ffn.experts"),
-    "nemotron_h": (
-        NEXT | {"mtp_layers_block_type": ["attention", "moe"]},
-        "mtp.layers.1.mixer.experts",
-    ),
-}
-
 # --- what stands in ----------------------------------------------------------------------------------------
 
 from hqconv.warm.no_gpu import pretend  # noqa: E402
@@ -150,12 +126,11 @@ def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
 def reword(folder: Path, model_type: str, **more: Any) -> str:
     """Write into a tiny model's config what vLLM asks for, its draft, and more; returns the draft's layer, or ""."""
     path = folder / "config.json"
-    words, drafted = DRAFTS.get(model_type, ({}, ""))
-    config = json.loads(path.read_text())
-    for one in (WORDS.get(model_type, {}), words, more):
-        config = _merged(config, one)
-    path.write_text(json.dumps(config))
-    return drafted
+    draft = DRAFTS.get(model_type)
+    config = _merged(json.loads(path.read_text()), WORDS.get(model_type, {}))
+    config = _merged(config, draft.words if draft else {})
+    path.write_text(json.dumps(_merged(config, more)))
+    return draft.layer if draft else ""
 
 
 def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,69 +12,46 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.make import configs
+from tests.make import configs, packing
+from tests.make.packing import Draw, Encoder, Stored
 
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-MAX = 448.0
-PLAIN = (
-    "model.layers.1.self_attn.o_proj"  # the one that is left as it is, where a config can say so
-)
-Parts = Iterator[tuple[str, torch.Tensor]]
-Store = Callable[[torch.Tensor], Parts]
+E8M0 = torch.float8_e8m0fnu
+# The one that is left as it is, where a config can say so.
+PLAIN = "model.layers.1.self_attn.o_proj"
 
 
 @dataclass(frozen=True)
 class Case:
     """A model and how its layers are stored: by the first pattern that a weight's name matches, else as it is.
 
+    What is stored are other weights than the model's: it is only compared how they are loaded.
+
     words: config values of the small model.
     """
 
     model_type: str
-    stores: Mapping[str, Store]
+    stores: Mapping[str, Encoder]
     config: configs.Json
     words: Mapping[str, Any] = field(default_factory=dict)
     schema: str = "int8"
 
 
-def _blocks(weight: torch.Tensor, *caches: str) -> Parts:
-    """fp8 codes, and float32 scales [N / 128, K / 128]; and of a cache."""
-    n, k = weight.shape
-    parts = weight.float().reshape(n // 128, 128, k // 128, 128)
-    scale = parts.abs().amax((1, 3)) / MAX
-    yield "weight", (parts / scale[:, None, :, None]).reshape(n, k).to(E4M3)
-    yield "weight_scale_inv", scale
-    yield from ((cache, torch.tensor(0.5)) for cache in caches)
+BLOCKS = packing.fp8("weight_scale_inv", (128, 128))
+POWER_BLOCKS = packing.fp8("scale", (128, 128), E8M0)
+FP4 = packing.as_dtypes(packing.mxfp4(scale="scale"), weight=torch.int8, scale=E8M0)
+CHANNELS = packing.fp8(dtype=torch.bfloat16)
+TENSORS = packing.fp8(block=(0, 0), shape=())
 
 
-def _power_blocks(weight: torch.Tensor) -> Parts:
-    """fp8 codes, and e8m0 scales [N / 128, K / 128], as DeepSeek-V4 has them."""
-    n, k = weight.shape
-    yield "weight", (weight.float() * 64).to(E4M3)
-    yield "scale", torch.full((n // 128, k // 128), 1 / 64).to(E8M0)
+def _with(encode: Encoder, *scales: str) -> Encoder:
+    """The same, and scales of inputs or of a cache."""
 
+    def encoded(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+        stored = encode(draw, n, k, second)
+        stored.parts |= {scale: torch.tensor(0.5) for scale in scales}
+        return stored
 
-def _fp4(weight: torch.Tensor) -> Parts:
-    """Two fp4 codes in a byte [N, K / 2], and e8m0 scales [N, K / 32]; any codes."""
-    n, k = weight.shape
-    yield "weight", torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
-    yield "scale", torch.full((n, k // 32), 1 / 64).to(E8M0)
-
-
-def _channels(weight: torch.Tensor) -> Parts:
-    """fp8 codes, and bfloat16 scales [N, 1]."""
-    scale = (weight.float().abs().amax(1, keepdim=True) / MAX).bfloat16()
-    yield "weight", (weight.float() / scale.float()).clamp(-MAX, MAX).to(E4M3)
-    yield "weight_scale", scale
-
-
-def _tensors(weight: torch.Tensor, *caches: str) -> Parts:
-    """fp8 codes, one float32 scale of the weight, one of the input, and of a cache."""
-    scale = weight.float().abs().amax() / MAX
-    yield "weight", (weight.float() / scale).clamp(-MAX, MAX).to(E4M3)
-    yield "weight_scale", scale
-    yield "input_scale", torch.tensor(1.0)
-    yield from ((cache, torch.tensor(0.5)) for cache in caches)
+    return encoded
 
 
 def _compressed() -> configs.Json:
@@ -119,15 +96,15 @@ _V4 = {
 CASES = {
     "fp8": Case(
         "deepseek_v3",
-        {_LINEAR: _blocks},
+        {_LINEAR: BLOCKS},
         configs.fp8_blocks(modules_to_not_convert=["lm_head", PLAIN]),
         _SIZES | _MLA | {"v_head_dim": 128, "intermediate_size": 256},
     ),
     "deepseek_v4_fp8": Case(
         "deepseek_v4",
         {
-            r".*\.experts\.\d+\.w\d\.weight": _fp4,
-            r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": _power_blocks,
+            r".*\.experts\.\d+\.w\d\.weight": FP4,
+            r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": POWER_BLOCKS,
         },
         configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None),
         _SIZES | _V4,
@@ -136,22 +113,22 @@ CASES = {
     "qwen3_5_moe_fp8": Case(
         "qwen3_5_moe",
         {
-            _QWEN + r"k_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
-            _QWEN + r"v_proj\.weight": lambda weight: _blocks(weight, "output_scale"),
-            _QWEN + r"_proj\.weight": _blocks,
+            _QWEN + r"k_proj\.weight": _with(BLOCKS, "output_scale"),
+            _QWEN + r"v_proj\.weight": _with(BLOCKS, "output_scale"),
+            _QWEN + r"_proj\.weight": BLOCKS,
         },
         configs.fp8_blocks(modules_to_not_convert=_QWEN_PLAIN),
         _SIZES | {"head_dim": 128, "shared_expert_intermediate_size": 256},
     ),
     "compressed-tensors": Case(
-        "qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}
+        "qwen3_moe", {_LINEAR: CHANNELS}, _compressed(), _SIZES | {"intermediate_size": 256}
     ),
     "modelopt": Case(
         "qwen3_moe",
         {
-            r".*\.k_proj\.weight": lambda weight: _tensors(weight, "k_scale"),
-            r".*\.v_proj\.weight": lambda weight: _tensors(weight, "v_scale"),
-            _LINEAR: _tensors,
+            r".*\.k_proj\.weight": _with(TENSORS, "input_scale", "k_scale"),
+            r".*\.v_proj\.weight": _with(TENSORS, "input_scale", "v_scale"),
+            _LINEAR: _with(TENSORS, "input_scale"),
         },
         configs.modelopt("FP8", ignore=["lm_head", "*mlp.gate", PLAIN]),
         _SIZES | {"intermediate_size": 256},
@@ -162,18 +139,16 @@ CASES = {
 def store(folder: Path, case: Case) -> None:
     """Have the weights of a saved model stored as the case says."""
     path = folder / "model.safetensors"
+    draw = Draw(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        encode = next(
-            (way for names, way in case.stores.items() if re.fullmatch(names, name)), None
-        )
-        module = name.removesuffix("weight")
-        parts = (
-            {name: tensor}
-            if encode is None
-            else {module + part: one for part, one in encode(tensor)}
-        )
-        tensors |= {part: one.contiguous() for part, one in parts.items()}
-    save_file(tensors, path, {"format": "pt"})
+        ways = [way for pattern, way in case.stores.items() if re.fullmatch(pattern, name)]
+        if ways:
+            module = name.removesuffix("weight")
+            stored = ways[0](draw, *tensor.shape, torch.tensor(1e-3))
+            tensors |= {module + part: matrix for part, matrix in stored.parts.items()}
+        else:
+            tensors[name] = tensor
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path, {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | case.config))

@@ -40,7 +40,7 @@ from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
 from tests.make.families import FAMILIES, save_family
 from tests.make.vllm_cpu import as_bytes, humming_on_cpu
-from tests.make.vllm_lists import LEFT_OUT, STOCK
+from tests.make.vllm_lists import DRAFTS, LEFT_OUT, STOCK, Draft
 
 SCHEMA = "int8"  # which fits every family's tiny sizes
 SIZES = {"hidden": 64, "inner": 64}
@@ -54,31 +54,6 @@ KINDS = (CompressedTensorsConfig, Fp8Config, ModelOptFp8Config, Mxfp4Config)
 # What vLLM registers among the experts' parameters and is the router's.
 ROUTING = ("e_score_correction_bias", "hash_indices_table")
 
-# Drafts of the same folder, which transformers does not save: a layer's names as they begin, and the draft's; what
-# else a draft has.
-_LAST = {"model.layers.1.": "model.layers.2."}
-_MTP = {"model.layers.1.": "mtp.layers.0."}
-_JOINED = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-DRAFTS: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
-    **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        (_LAST, ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head")),
-    ),
-    **dict.fromkeys(
-        ("hy_v3", "bailing_hybrid"), (_LAST, ("eh_proj", "enorm", "hnorm", "final_layernorm"))
-    ),
-    "qwen3_next": (_MTP, _JOINED),
-    "qwen3_5_moe_text": (_MTP, _JOINED),
-    "qwen3_5_moe": ({"model.language_model.layers.1.": "mtp.layers.0."}, _JOINED),
-    "deepseek_v4": (
-        {"layers.1.": "mtp.0.", "hc_head_": "mtp.0.hc_head_"},
-        ("e_proj", "h_proj", "enorm", "hnorm", "norm"),
-    ),
-    "nemotron_h": (
-        {"backbone.layers.0.": "mtp.layers.0.", "backbone.layers.1.": "mtp.layers.1."},
-        ("eh_proj", "enorm", "hnorm"),
-    ),
-}
 NOT_DRAFTED = (
     "tid2eid",
     "attn.compressor",
@@ -109,33 +84,30 @@ def publish(folder: Path, model_type: str, hidden: int) -> None:
             if match is None or new is not None
         }
     if model_type in DRAFTS:
-        tensors |= _draft(tensors, hidden, *DRAFTS[model_type])
+        tensors |= _draft(tensors, hidden, DRAFTS[model_type])
     for path in (*files, folder / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _draft(
-    tensors: Mapping[str, torch.Tensor],
-    hidden: int,
-    moved: Mapping[str, str],
-    more: tuple[str, ...],
+    tensors: Mapping[str, torch.Tensor], hidden: int, draft: Draft
 ) -> dict[str, torch.Tensor]:
     """The last layer's tensors under other names, and what joins the draft to the model."""
-    first = next(iter(moved.values()))
-    draft = {
+    first = next(iter(draft.moved.values()))
+    moved = {
         new + name[len(old) :]: tensor.clone()
-        for old, new in moved.items()
+        for old, new in draft.moved.items()
         for name, tensor in tensors.items()
         if name.startswith(old) and not any(word in name for word in NOT_DRAFTED)
     }
     wide, square = (hidden, 2 * hidden), (hidden, hidden)
     shapes = {"eh_proj": wide, "mtp.fc": wide, "e_proj": square, "h_proj": square}
     shapes["shared_head.head"] = (64, hidden)
-    for name in more:
+    for name in draft.modules:
         full = name if name.startswith("mtp.") else f"{first}{name}"
-        draft[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
-    return draft
+        moved[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
+    return moved
 
 
 # --- one model ---------------------------------------------------------------------------------------------

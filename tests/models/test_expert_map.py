@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
-from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import (
     BY_MODEL_TYPE,
@@ -927,13 +926,6 @@ def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> Non
     assert form("gate_proj", "up_proj", "down_proj") == PLAIN
 
 
-def test_layers_are_told_by_a_number_between_dots() -> None:
-    names = [f"model.layers.{rest}" for rest in ("0.x", "1.x.y", "2", "03.x", "x.3", "4x.y")]
-    config = {"num_hidden_layers": 5}
-    (notice,) = layer_notices(BY_NAME["qwen_moe"], ["model.layers.0.mlp.experts"], names, config)
-    assert "has no tensor of layer 2, 3, 4:" in notice
-
-
 # --- many tensors: what is done for each of them, and that time grows no faster than their number ----------
 
 DENSE = ("mlp.gate.weight", "mlp.shared_experts.up_proj.weight")
@@ -965,18 +957,6 @@ def test_names_that_are_nearly_known_are_refused(model_type: str, wrong: str) ->
         map_experts(tensors, config)
 
 
-def test_names_in_any_order_give_the_same_map() -> None:
-    tensors, config = large(3, 5, "qwen3_moe")
-    mixed = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
-    first, second = map_experts(tensors, config), map_experts(mixed, config)
-    sources = [[list(layer.sources) for layer in found.layers] for found in (first, second)]
-    assert sources[0] == sources[1]
-    assert list(first.converted) == [
-        name for layer in first.layers for name in layer.tensor_names()
-    ]
-    assert first.converted == second.converted
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "new_moe"])
 def test_time_grows_with_the_number_of_tensors(model_type: str) -> None:
     """Eight times as many may take up to twenty times as long, so that a busy machine passes; a square is 64 times."""
@@ -992,24 +972,3 @@ def test_time_grows_with_the_number_of_tensors(model_type: str) -> None:
         assert min(seconds(128) for _ in range(3)) < 20 * min(seconds(16) for _ in range(3))
     finally:
         gc.enable()
-
-
-def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is asked for is worked out once."""
-    tensors: Tensors = {}
-    put_stacks(tensors, QWEN, LAYER, 8)
-    calls: list[int] = []
-    ref = TensorSlice.ref
-    monkeypatch.setattr(
-        TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest)
-    )
-    (block,) = map_experts(tensors, config_of(QWEN, "qwen3_moe") | {"num_experts": 8}).layers
-    assert not calls
-    assert block.sources[5] == block.sources[5]
-    assert calls == [5, 5, 5]
-    offsets = [roles["w2"]["weight"].offset_bytes for roles in block.sources]
-    assert offsets == [
-        tensors[f"{LAYER}.down_proj"].offset_bytes + 2 * H * INTER * e for e in range(8)
-    ]
-    with pytest.raises(IndexError):
-        block.sources[8]

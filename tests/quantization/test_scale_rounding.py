@@ -15,8 +15,9 @@ from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, deferring_checks, dequantize
 from hqconv.quantization.quantized import round_to_param_dtype
-from tests.make.coded import Draw, cases
+from tests.make.coded import cases
 from tests.make.effort import num_examples
+from tests.make.packing import Draw
 
 DTYPES = ("bfloat16", "float16")
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -38,7 +39,7 @@ def nearest(value: np.float32, dtype: str) -> float:
 def with_scale(values: list[float]) -> CodedMatrix:
     """int8 codes, a scale a row; one row more, whose scale is 1, so that not all are zero."""
     scale = torch.tensor([*values, 1.0], dtype=torch.float32).reshape(-1, 1)
-    codes = Draw(1).integers(0, 256, len(scale), 32)
+    codes = Draw(1).integers(0, 256, len(scale), 32).to(torch.uint8)
     return CodedMatrix("uint8", bit_codec.pack(codes, 8), scale, 1, 0)
 
 

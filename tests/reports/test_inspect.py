@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hqconv.api import inspect
-from hqconv.artifact.error_summary import summarize_errors
 from hqconv.artifact.manifest import read_manifest
 from hqconv.conversion.journal import FolderJournal, JournalEntry
 from hqconv.errors import RequestError, VerificationError
@@ -90,21 +89,6 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
         == described["num_workers"] * described["worker_bytes"]
         <= 4 << 30
     )
-
-
-def test_dry_run_for_people(model: Path, tmp_path: Path) -> None:
-    options = ("--schema", "nvfp4", "--layout", "checkpoint", "--dry-run")
-    stdout = succeed("convert", model, "-o", tmp_path / "out", *options)
-    for text in (
-        "qwen_moe (model_type qwen3_moe",
-        "float4e2m1, float8e4m3 scale per group 16",
-        "24 converted",
-        "model.layers.[0-1].mlp.experts",
-        "warning: vLLM",
-        "nothing was written",
-    ):
-        assert text in stdout
-    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_notes_what_stands_in_the_way(model: Path, artifact: Path, tmp_path: Path) -> None:
@@ -320,15 +304,6 @@ def test_layers_are_collapsed() -> None:
         ("experts", 1),
         ("model.layers.[40-41].mlp.experts", 2),
     ]
-
-
-def test_errors_are_summarized() -> None:
-    errors = {
-        name: {"w1": {"relative_error": e}} for name, e in (("a", 0.1), ("b", 0.3), ("c", 0.2))
-    }
-    errors["direct"] = {}
-    summary = summarize_errors(errors)
-    assert summary == {"w1": {"min": 0.1, "median": 0.2, "max": 0.3, "worst_block": "b"}}
 
 
 def test_schemas() -> None:

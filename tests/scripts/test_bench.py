@@ -28,7 +28,8 @@ def forked(command: list[str], stdout: int, **options: Any) -> Any:
     return processes.run(command, stdout=stdout, **options)
 
 
-@pytest.mark.parametrize("what", ["convert", "verify", "load"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("what", ["convert", "load"])
 def test_pairs(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,8 +51,9 @@ def test_pairs(
 
 
 def test_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = measured(monkeypatch, capsys, "start")
-    assert [one["what"] for one in found] == [f"start: {name}" for name in bench.STARTS]
+    monkeypatch.setattr(bench, "STARTS", dict(list(bench.STARTS.items())[:1]))
+    (found,) = measured(monkeypatch, capsys, "start")
+    assert found["what"] == f"start: {next(iter(bench.STARTS))}"
 
 
 def test_files_that_differ(tmp_path: Path) -> None:

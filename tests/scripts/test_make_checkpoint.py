@@ -83,23 +83,3 @@ def test_a_folder_has_its_name_only_when_complete(
     assert not (tmp_path / "m").exists()
     make(tmp_path / "m")  # over what is left of the first attempt
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--shared", "1"), "--shared: qwen3_moe has no shared experts"),
-        (("--top-k", "5"), "--top-k 5 is more than --experts 4"),
-        (("--vocab", "2"), "--vocab 2 is less"),
-        (("--shard-size", "3XB"), "3XB"),
-        (("--layers", "0"), "--layers"),
-    ],
-)
-def test_refusals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        make(tmp_path / "m", *options)
-    assert stop.value.code == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

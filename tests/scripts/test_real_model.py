@@ -39,13 +39,13 @@ def test_the_experts_are_the_dense_model_and_artifacts_take_their_place(tmp_path
     model = model.float().eval()
     torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=0)
     errors = []
-    for schema in ("int8-g32", "int4-g32", "int2-g32"):
+    for schema in ("int8-g32", "int3-g32"):
         hqconv.convert(
             tmp_path / "model", tmp_path / schema, schema=schema, target="sm90", device="cpu"
         )
         real_model.put_experts(model, tmp_path / schema)
         errors.append(float((model(tokens).logits - expected).abs().mean()))
-    assert 0 < errors[0] < errors[1] < errors[2]
+    assert 0 < errors[0] < errors[1]
 
 
 def test_no_line_of_the_held_out_text_is_in_the_tokens_of_calibration(

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import resolve_schema
@@ -16,8 +15,6 @@ from scripts.record import DIVERGENCE, ERRORS, SPEEDS
 from tests.make.calibrated import write_text
 from tests.make.families import save_family
 from tests.make.tokenizer import write_tokenizer
-
-QWEN = record.Model("Qwen3-30B-A3B", 128, 8, 2048, 768)
 
 
 @pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "fp8-e5m2"])
@@ -57,22 +54,6 @@ def test_every_timed_schema_runs_with_16_bits_and_has_rows() -> None:
     assert {schema for schema, _ in rows} <= {*record.RANKED}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 15, 16, 2000])
-def test_routes(num_tokens: int) -> None:
-    """Few tokens read every expert of a copy before one is read again; no token has an expert twice."""
-    copies = 2
-    routes = record.make_routes(QWEN, num_tokens, copies)
-    assert len(routes) % copies == 0
-    for ids in routes:
-        assert ids.shape == (num_tokens, QWEN.top_k)
-        assert all(len(set(one)) == QWEN.top_k for one in ids.tolist())
-    if num_tokens < 16:
-        for copy in range(copies):
-            mine = torch.cat([ids.flatten() for ids in routes[copy::copies]])
-            assert len(mine) < QWEN.num_experts + num_tokens * QWEN.top_k
-            assert len(set(mine.tolist())) == QWEN.num_experts
-
-
 def test_a_wrong_kernel_has_no_time() -> None:
     [spec] = record.specs_of(["mxfp4"], ["a16"], GpuTarget(90))
     assert record.row_of(spec, 64, 12.34, 0.004)["microseconds"] == 12.3
@@ -80,14 +61,3 @@ def test_a_wrong_kernel_has_no_time() -> None:
         row = record.row_of(spec, 64, 12.34, error)
         assert row["microseconds"] is None
         assert row["failed"].startswith("kernel error")
-
-
-def test_the_file_of_speeds() -> None:
-    """A run takes the place of an older one of the same GPU and model; the text of the file stays the same."""
-    text = SPEEDS.read_text()
-    document = json.loads(text)
-    [run] = document["runs"]
-    assert record.speeds_text(document) == text
-    assert record.merged(document, {**run, "date": "today"})["runs"] == [{**run, "date": "today"}]
-    other = {**run, "gpu": "another"}
-    assert record.merged(document, other)["runs"] == [run, other]

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from hqconv.conversion.output_folder import side_folder
-from hqconv.errors import InputError
-from scripts.torture import attacks, headers
 from scripts.torture.__main__ import BEGIN, END, SUITES
-from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, Ended, Job, Watch
+from scripts.torture.commands import FAIL, KILL_WITHIN, SHORT, Ended, Job, Watch
 from scripts.torture.place import CARD, NOTE, Place, manners
 from scripts.torture.tally import Tally
 from tests.make.places import REPO
@@ -59,13 +57,6 @@ def test_a_call_is_the_last_or_fails_or_falls_short(place: Place) -> None:
     assert "Input/output error" in failed.stderr
     assert once(SHORT, 20).code == 0
     assert place.is_final(has_old=False) == ""
-
-
-def test_what_does_not_end_is_a_hang(place: Place) -> None:
-    place.clear(has_old=False)
-    (ended,) = place.zygote.run(Job(place.command(), deadline_s=0.01))
-    assert ended.code == HANG
-    assert manners(ended, (0, HANG)) == "a hang"
 
 
 # --- what the judges see -----------------------------------------------------------------------------------
@@ -131,17 +122,9 @@ def test_a_false_artifact_and_what_is_left_over_are_seen(place: Place) -> None:
     [
         (0, "warning: x", ""),
         (4, "error: The disk is full.", ""),
-        (-9, "", ""),
-        (
-            -9,
-            "error: Another process is at work on this output.",
-            "",
-        ),  # killed between its message and its end
         (-9, "error: x\nerror: y", "2 messages"),
         (70, "internal error: KeyError", "a wrong code"),
-        (3, "error: x", "a wrong code"),
         (4, "", "0 messages"),
-        (4, "error: x\nerror: y", "2 messages"),
         (4, "error: x\nTraceback (most recent call last):", "a traceback"),
     ],
 )
@@ -149,22 +132,6 @@ def test_manners(code: int, stderr: str, problem: str) -> None:
     found = manners(Ended(code, 0.0, 0.0, "", stderr, "", 0), (0, 4, -9))
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
-
-
-def test_another_reading_than_the_librarys_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, *_ = attacks.corpus()
-    assert headers.compare(good) == "read as the library does"
-    with monkeypatch.context() as patch:
-        patch.setattr(headers, "parse_header", lambda *_: ({}, {}, ""))
-        with pytest.raises(AssertionError, match="the library has"):
-            headers.compare(good)
-
-    def refuse(*_: object) -> None:
-        raise InputError("No.")
-
-    monkeypatch.setattr(headers, "parse_header", refuse)
-    with pytest.raises(AssertionError, match="refused, and the library reads"):
-        headers.compare(good)
 
 
 # --- the table ---------------------------------------------------------------------------------------------

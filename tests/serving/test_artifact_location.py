@@ -110,28 +110,6 @@ def test_offline_vllms_folder_for_downloads_is_enough(
     assert len(hub.requests) == before
 
 
-def test_a_folder_for_downloads_without_the_small_files_still_serves(
-    hub: LocalHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is not enough offline, which is told."""
-    view = open_artifact_view(ArtifactLocation("org/name"))
-    hub.fail(r"resolve/.*/config\.json", 403)
-    path = ParameterLoader().path(view, NAME, alone=True, cache_dir=str(tmp_path / "own"))
-    assert path.is_relative_to(tmp_path / "own")
-    assert "not enough for an offline start" in caplog.text
-
-
-def test_the_revision_is_asked_for(hub: LocalHub) -> None:
-    view = open_artifact_view(ArtifactLocation("org/name", "a-tag"))
-    ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
-    asked = [line for line in hub.requests if "/revision/" in line]
-    assert asked
-    assert "/revision/a-tag" in asked[0]
-    assert all(f"/revision/{COMMIT}" in line for line in asked[1:])
-    files = [line for line in hub.requests if "/resolve/" in line]
-    assert all(f"/resolve/{COMMIT}/" in line for line in files)
-
-
 def test_a_repo_without_the_file_is_refused(
     out: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

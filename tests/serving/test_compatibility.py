@@ -12,15 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
+from hqconv.kernel_layout.transform import layout_fingerprint
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
-from hqconv.schemas.weight_schema import pair, resolve_schema
+from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving import server_compatibility
 from hqconv.serving.artifact_view import (
     ArtifactLayer,
@@ -154,11 +154,6 @@ def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
     assert "--enable-elastic-ep" in error.remedy
 
 
-def test_ranks_that_no_server_has_are_called_that(view: ArtifactView) -> None:
-    error = refused(check_deployment, replace(view, grid=Grid(tp=2, ep=2)), ASKED)
-    assert "no start of vLLM" in error.remedy
-
-
 def test_the_command_names_the_folder_one_stands_in(
     work: Path, view: ArtifactView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,17 +184,6 @@ def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> 
         "`hqconv convert org/model -o name-sm90-tp2-ep1-bfloat16 --schema mine.toml --dtype bfloat16 --target sm90 "
         "--tp 2`"
     )
-
-
-def test_two_schemas_are_named_in_the_command(view: ArtifactView) -> None:
-    both = pair(
-        resolve_schema("int3-g64"),
-        replace(resolve_schema("mxfp4"), name="mine", hadamard_block_size=64),
-    )
-    rotated = replace(
-        of_kind(view, schema=both), location=ArtifactLocation("org/name"), source_name="org/model"
-    )
-    assert " --schema int3-g64+mine.toml --dtype " in recut(rotated, grid=Grid(tp=2))
 
 
 def test_another_dtype_is_one_command_away_from_the_original(

@@ -52,7 +52,7 @@ QUANTIZED = {
         {"model.layers.1.self_attn.o_proj"},
     ),
 }
-DRAFTED = {*vllm_lists.DRAFTED, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
+DRAFTED = {*vllm_lists.DRAFTS, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.
 NOT_LOADED = {
     "dbrx": "blocks.0.ffn.experts.w13_weight",  # what DbrxExperts says is not where vLLM 0.33 has its parameters

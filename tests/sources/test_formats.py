@@ -273,34 +273,6 @@ def test_mxfp4_whose_scales_are_too_far_apart_for_nvfp4(tmp_path: Path) -> None:
 
 # --- our own layouts as sources ----------------------------------------------------------------------------
 
-CHAINED = (
-    "fused-fp8-block",
-    "fused-fp8-channel",
-    "mxfp4-gpt-oss",
-    "humming-nvfp4",
-    "humming-int4-zp",
-)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", CHAINED)
-def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
-    """Source to either layout to the kernel's, with other ranks: the bytes are those of the short way."""
-    written = get(name)
-    for schema in ("source", "int4"):
-        ways = {
-            key: tmp_path / f"{schema}-{key}"
-            for key in ("direct", "checkpoint", "kernel", "a", "b")
-        }
-        conversions.run(written.folder, ways["direct"], schema)
-        conversions.run(written.folder, ways["checkpoint"], schema, layout="checkpoint")
-        conversions.run(written.folder, ways["kernel"], schema, Grid(tp=2, ep=2))
-        for key, through in (("a", "checkpoint"), ("b", "kernel")):
-            conversions.run(ways[through], ways[key], "source")
-            assert expert_files(ways[key]) == expert_files(ways["direct"])
-            assert [layer["conversion"] for layer in layers(ways[key])] == ["direct"]
-            conversions.assert_verified(ways[key], ways[through])
-
 
 def test_the_checkpoint_layout_refuses_other_quantized_layers(get: Get, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="its other layers are quantized") as caught:

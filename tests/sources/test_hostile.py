@@ -30,7 +30,6 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.command import call
-from tests.make.conversions import assert_verified, run
 from tests.make.effort import num_examples
 from tests.make.small import GOOD, HIDDEN, INNER, LAYER, E, Source, Tensors, save
 
@@ -58,14 +57,6 @@ def refused(tmp_path: Path, source: Source, schema: str) -> str:
     assert inspected.exit_code in (0, 2, 3)
     assert inspected.exception is None or isinstance(inspected.exception, SystemExit)
     return message
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_good_sources_convert(name: str, tmp_path: Path) -> None:
-    make, schema = GOOD[name]
-    folder = save(tmp_path / "src", make())
-    run(folder, tmp_path / "out", schema)
-    assert_verified(tmp_path / "out", folder)
 
 
 # --- changes -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hqconv import dequantize, inspect, load, plan
+from hqconv import dequantize, inspect, load
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.options import load_recipe
@@ -156,21 +156,6 @@ def test_every_layer_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> 
             conversions.run(mixed.folder, alone, schema, grid)
         for path in sorted(alone.rglob(f"{name}.safetensors")):
             assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
-
-
-def test_it_is_said_beforehand(mixed: Mixed) -> None:
-    document = inspect(mixed.folder)
-    formats = {layer["source_format"].partition(":")[0] for layer in document["blocks"]}
-    own = next(name for name in document["direct_schemas"] if name.startswith("source"))
-    experts = plan(mixed.folder, schema="source", target="sm90").experts
-    if MTP in mixed.schemas:
-        assert formats == {"nvfp4", "mxfp4"}
-        assert own == "source (nvfp4: 2 layers; mxfp4: 1 layer)"
-        assert (len(experts.layers), experts.left) == (3, ())
-    else:
-        assert formats == {"not quantized", "compressed-tensors pack-quantized int4"}
-        assert own == "source (int4: 1 layer; left as they are: 2)"
-        assert tuple(experts.left) == (QWEN.format(0), QWEN.format(2))
 
 
 # --- the checkpoint layout ---------------------------------------------------------------------------------

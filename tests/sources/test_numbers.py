@@ -50,7 +50,7 @@ def at_once(call: Callable[[], object]) -> HqconvError:
 
 
 @pytest.mark.parametrize(
-    "number", [*HUGE, MAX_COUNT + 1, 0.5, "8", True, None], ids=lambda n: str(n)[:12]
+    "number", [*HUGE, MAX_COUNT + 1, 0.5, "8", True], ids=lambda n: str(n)[:12]
 )
 @pytest.mark.parametrize("option", ["tp", "ep", "redundant_experts"])
 def test_options(option: str, number: Any, model: Path, tmp_path: Path) -> None:

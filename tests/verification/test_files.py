@@ -13,18 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hqconv.artifact.manifest import sealed
+from hqconv.artifact.manifest import read_manifest, sealed
 from hqconv.artifact.reader import Artifact
+from hqconv.errors import HqconvError
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.sources.opening import open_source
 from hqconv.verification import verify
 from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
-from tests.make.conversions import check, run
+from tests.make.conversions import check, manifest, run
 from tests.make.damage import Damaged, found
+from tests.make.effort import num_examples
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
@@ -39,17 +43,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"src": src, "kernel": folder / "kernel", "checkpoint": folder / "checkpoint"}
 
 
+def copy_of(good: dict[str, Path], layout: str, folder: Path) -> Damaged:
+    shutil.copytree(good[layout], folder / "out")
+    return Damaged(folder / "out", good["src"], "int4-g64")
+
+
 @pytest.fixture
 def copy(good: dict[str, Path], tmp_path: Path) -> Damaged:
-    shutil.copytree(good["kernel"], tmp_path / "out")
-    return Damaged(tmp_path / "out", good["src"], "int4-g64")
-
-
-@pytest.fixture
-def sharded(good: dict[str, Path], tmp_path: Path) -> Damaged:
-    """The checkpoint layout: three shards and an index."""
-    shutil.copytree(good["checkpoint"], tmp_path / "out")
-    return Damaged(tmp_path / "out", good["src"], "int4-g64")
+    return copy_of(good, "kernel", tmp_path)
 
 
 def files_of(copy: Damaged, with_source: bool = False) -> CheckResult:
@@ -76,6 +77,32 @@ def test_a_stray_file(copy: Damaged, path: str) -> None:
     (copy.root / path).write_bytes(b"x")
     findings = files_of(copy).findings
     assert [(f.where, f.what) for f in findings] == [(path, "A file is not in the manifest.")]
+
+
+STRAYS = (
+    "more/model.safetensors",
+    "more/pytorch_model.bin",
+    "a.gguf",
+    "original/params.json",
+    "more/x.index.json",
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "path"),
+    [("kernel", "experts/tp0-ep0/x.safetensors"), *(("checkpoint", path) for path in STRAYS)],
+)
+def test_stray_weights_that_the_manifest_lists(
+    good: dict[str, Path], tmp_path: Path, layout: str, path: str
+) -> None:
+    copy = copy_of(good, layout, tmp_path)
+    (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
+    save_file({"x": torch.zeros(4)}, copy.root / path, {"format": "pt"})
+    copy.edit_manifest(lambda words: words["files"].update({path: {"size_bytes": 0, "sha256": ""}}))
+    copy.reseal()
+    files, _ = copy.check(with_source=False)
+    assert [f.where for f in files.findings] == [path]
+    assert "weight" in files.findings[0].what
 
 
 @pytest.mark.parametrize("name", [".gitattributes", ".cache/x/y", ".git/HEAD"])
@@ -155,25 +182,6 @@ def test_every_problem_is_listed_up_to_a_number(copy: Damaged) -> None:
     found(result, "config.json", "missing")
 
 
-# --- headers -----------------------------------------------------------------------------------------------
-
-
-def test_a_tensor_with_another_name(copy: Damaged) -> None:
-    name = f"{LAYER}.w2_weight_scale"
-    copy.edit_header(copy.path, lambda entries: entries.update({f"{name}_": entries.pop(name)}))
-    copy.reseal()
-    result = files_of(copy)
-    found(result, f"{copy.path}, tensor: {name} ", "absent")
-    found(result, f"{copy.path}, tensor: {name}_ ", "absent")
-
-
-def test_another_version_of_humming_is_noted(copy: Damaged) -> None:
-    copy.edit_manifest(lambda words: words.update(humming_kernels_version="0.0.1"))
-    result = files_of(copy)
-    assert result.findings == []
-    assert "0.0.1" in " ".join(result.notes)
-
-
 # --- index, config -----------------------------------------------------------------------------------------
 
 
@@ -187,7 +195,8 @@ def edit_json(copy: Damaged, name: str, edit: Callable[[dict[str, Any]], Any]) -
 INDEX = "model.safetensors.index.json"
 
 
-def test_a_lost_shard_and_a_lost_index(sharded: Damaged) -> None:
+def test_a_lost_shard_and_a_lost_index(good: dict[str, Path], tmp_path: Path) -> None:
+    sharded = copy_of(good, "checkpoint", tmp_path)
     for lost in (INDEX, "model-00001-of-00003.safetensors"):
         sharded.edit_manifest(lambda document, lost=lost: document["files"].pop(lost))
         (sharded.root / lost).unlink()
@@ -314,3 +323,128 @@ def test_hashing_ends_with_an_interrupt(copy: Damaged, monkeypatch: pytest.Monke
         check_files(artifact, None, len(files))
     assert not [one for one in threading.enumerate() if one.name.startswith("hqconv-digests")]
     assert time.monotonic() < latest
+
+
+# --- the manifest's digest, and what only it tells ---------------------------------------------------------
+
+
+def is_altered(root: Path) -> bool:
+    """Whether a reader of the manifest sees that its bytes are not those of its digest."""
+    try:
+        return read_manifest(root).alteration is not None
+    except HqconvError:  # no manifest any more, which says so
+        return True
+
+
+def test_the_digest_is_the_last_field_of_every_manifest(good: dict[str, Path]) -> None:
+    for layout in ("kernel", "checkpoint"):
+        data, document = (good[layout] / "hqconv.json").read_bytes(), manifest(good[layout])
+        assert list(document)[-1] == "digest"
+        before, _, _ = data.rpartition(b',\n  "digest": ')
+        assert document["digest"] == hashlib.sha256(before).hexdigest()
+        assert sealed(document) == data
+        assert not is_altered(good[layout])
+
+
+def test_any_altered_byte_of_the_manifest_shows(copy: Damaged) -> None:
+    path = copy.root / "hqconv.json"
+    data = path.read_bytes()
+    for position in [*range(0, len(data), 41), *range(len(data) - 90, len(data))]:
+        for mask in (0x01, 0x20):
+            altered = bytearray(data)
+            altered[position] ^= mask
+            path.write_bytes(altered)
+            assert is_altered(copy.root), bytes(altered[position - 20 : position + 20])
+
+
+def test_a_manifest_of_another_form(copy: Damaged) -> None:
+    document = manifest(copy.root)
+    (copy.root / "hqconv.json").write_text(json.dumps(document))
+    assert is_altered(copy.root)
+    without = {key: value for key, value in document.items() if key != "digest"}
+    (copy.root / "hqconv.json").write_text(json.dumps(without, indent=2) + "\n")
+    files, _ = copy.check(with_source=False)
+    found(
+        files,
+        "hqconv.json: digest",
+        "The manifest's bytes are not those that its digest was made of.",
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("name", "org/other"), ("revision", "b" * 40)])
+def test_a_repo_and_its_commit(copy: Damaged, key: str, value: str) -> None:
+    recorded = {"name": "org/model", "revision": "a" * 40}
+    copy.edit_manifest(lambda document: document["source"].update(recorded))
+    for opened_as, count in ((recorded, 0), ({**recorded, key: value}, 1)):
+        with Artifact(copy.root) as artifact, open_source(copy.source) as source:
+            source.repo_id, source.revision = opened_as["name"], opened_as["revision"]
+            result = check_files(artifact, source, 2)
+        assert len(result.findings) == count, (opened_as, result.findings)
+    found(result, f"hqconv.json: source: {key}", recorded[key], value)
+
+
+# --- layer configs -------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 1 << 40)
+    | st.floats(allow_nan=True)
+    | st.sampled_from(["float16", "int8", "none", "channel", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+
+
+@pytest.fixture(scope="module")
+def one_copy(good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    return copy_of(good, "kernel", tmp_path_factory.mktemp("one"))
+
+
+@settings(max_examples=num_examples(50), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_words_of_a_layer_config_end_in_findings(
+    one_copy: Damaged, data: st.DataObject
+) -> None:
+    """Every value of any kind: a finding, and never an error of ours."""
+    kept = [(path, (one_copy.root / path).read_bytes()) for path in ("hqconv.json", one_copy.path)]
+    words = json.loads(one_copy.header(one_copy.path)[0]["__metadata__"]["w2"])
+    key, value = data.draw(st.sampled_from(sorted(words))), data.draw(JSON)
+    is_changed = json.dumps(words[key]) != json.dumps(value)
+    changed = json.dumps({**words, key: value})
+    try:
+        one_copy.edit_header(
+            one_copy.path, lambda entries: entries["__metadata__"].update(w2=changed)
+        )
+        one_copy.reseal()
+        files, _ = one_copy.check(with_source=False)
+        assert bool(files.findings) == is_changed
+    finally:
+        for path, good_bytes in kept:
+            (one_copy.root / path).write_bytes(good_bytes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shape_k", float("inf")),
+        ("pad_shape_n", float("-inf")),
+        ("a_dtype", {}),
+        ("a_dtype", [1]),
+        ("shape_k", 0),
+    ],
+)
+def test_words_of_a_layer_config_that_were_an_internal_error(
+    copy: Damaged, key: str, value: Any
+) -> None:
+    def edit(entries: dict[str, Any]) -> None:
+        words = json.loads(entries["__metadata__"]["w13"])
+        entries["__metadata__"]["w13"] = json.dumps({**words, key: value})
+
+    copy.edit_header(copy.path, edit)
+    copy.reseal()
+    files, weights = copy.check()
+    found(files, f"{copy.path}, metadata: w13: {key}")
+    found(weights, copy.path, "w13")

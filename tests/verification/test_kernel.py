@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 import hqconv
 from hqconv.artifact import load as experts_module
@@ -64,17 +63,6 @@ def check(out: Path, source: Path, **options: Any) -> VerificationReport:
     return hqconv.verify(out, source, checks=["kernel"], **options)
 
 
-def rewrite(path: Path, change: Any) -> None:
-    """Load a rank file, let `change(tensors, metadata)` damage it, and write it back."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(tensors, metadata)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata
-    )
-
-
 @cuda
 @needs_gpu
 @pytest.mark.parametrize(
@@ -96,45 +84,36 @@ def test_good_artifacts_pass(
     assert measured["routed_by"] == "the checkpoint's router"
 
 
-def swap_experts(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
-    for name, tensor in tensors.items():
-        if ".w2_" in name:
-            raw = tensor.view(torch.uint8)
-            raw[[0, 1]] = raw[[1, 0]].clone()
+def other_group_size(copy: Damaged) -> None:
+    def edit(header: dict[str, Any]) -> None:
+        config = json.loads(header["__metadata__"]["w13"])
+        header["__metadata__"]["w13"] = json.dumps({**config, "weight_scale_group_size": 64})
+
+    copy.edit_header(copy.path, edit)
 
 
-def shift_rows(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
-    name = f"{LAYER}.w13_weight_scale"
-    tensors[name] = tensors[name].view(torch.uint8).roll(1, -1).view(tensors[name].dtype)
+def shift_scales(copy: Damaged) -> None:
+    for expert in range(SIZES["num_experts"] // 2):
+        scales = copy.expert_bytes(copy.path, f"{FIRST}.w13_weight_scale", expert)
+        scales[:] = np.roll(scales, 1)
 
 
-def other_group_size(_: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    words = json.loads(metadata["w13"])
-    metadata["w13"] = json.dumps({**words, "weight_scale_group_size": 64})
-
-
-@cuda
-@needs_gpu
-@pytest.mark.parametrize("damage", [swap_experts, shift_rows, other_group_size])
-def test_damage_is_found(source: Path, tmp_path: Path, damage: Any) -> None:
-    out = tmp_path / "out"
-    run(source, out, "mxfp4", Grid(2, 1))
-    rewrite(out / "experts" / "tp1-ep0" / f"{LAYER}.safetensors", damage)
-    report = check(out, source, layers=[1])
-    assert not report.passed
-    assert report.results[0].findings
+DAMAGES: dict[str, Callable[[Damaged], object]] = {
+    "experts": lambda copy: copy.swap_experts(copy.path, ("w2",)),
+    "scales": shift_scales,
+    "ranks": lambda copy: copy.swap_files(*(copy.rank_file(FIRST, t, 0) for t in (0, 1))),
+    "group size": other_group_size,
+}
 
 
 @cuda
 @needs_gpu
-def test_exchanged_ranks_are_found(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(source: Path, tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
-    run(source, out, "mxfp4", Grid(2, 1))
-    first, second = (out / "experts" / f"tp{t}-ep0" / f"{LAYER}.safetensors" for t in (0, 1))
-    shutil.move(first, out / "kept")
-    shutil.move(second, first)
-    shutil.move(out / "kept", second)
-    assert not check(out, source, layers=[1]).passed
+    run(source, out, "mxfp4", Grid(2, 2))
+    DAMAGES[damage](Damaged(out, source, "mxfp4"))
+    assert check(out, source, layers=[0]).results[0].findings
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

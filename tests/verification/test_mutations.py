@@ -7,7 +7,6 @@ what the bytes mean: headers and accounting (`files`), or the values themselves 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from tests.make.conversions import run
-from tests.make.damage import LAYER, Damaged, found, raw_and_resealed, swapped_experts_are_found
+from tests.make.damage import LAYER, Damaged, found, raw_and_resealed
 from tests.make.effort import num_examples
 from tests.make.matrices import SCHEMAS as ALL_SCHEMAS
 from tests.make.matrices import hard_matrix
@@ -114,7 +113,15 @@ def test_a_shared_scale_wrong_on_all_ranks(make: Callable[..., Damaged]) -> None
 
 @pytest.mark.parametrize("gemms", [("w13",), ("w2",), ("w13", "w2")])
 def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
-    swapped_experts_are_found(copy, gemms)
+    """The two of EP rank 1, on both TP ranks: both are named."""
+    paths = [copy.rank_file(LAYER, t, 1) for t in range(2)]
+    for path in paths:
+        copy.swap_experts(path, gemms)
+    weights = raw_and_resealed(copy, paths)
+    for role in [r for g in gemms for r in (("w1", "w3") if g == "w13" else ("w2",))]:
+        for expert, partner in ((2, 3), (3, 2)):
+            where = f"layer {LAYER}, {role} of expert {expert}"
+            found(weights, where, "experts are swapped", f"{role} of expert {partner}")
 
 
 def test_gate_and_up_swapped(copy: Damaged) -> None:
@@ -247,15 +254,17 @@ def test_a_missing_layer(make: Callable[..., Damaged], hidden: str) -> None:
     found(files, "tensors: converted", f"{MTP}.0.gate_proj.weight", "absent")
 
 
-def test_an_altered_copied_tensor(copy: Damaged) -> None:
-    name = "model.layers.0.mlp.gate.weight"
-    copy.flip("model.safetensors", name, local=3, byte=10)
-    found(copy.check()[0], "model.safetensors", "bytes are not those")
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_an_altered_copied_tensor(layout: str, make: Callable[..., Damaged]) -> None:
+    name, copy = "model.layers.0.mlp.gate.weight", make("mxfp4", layout=layout)
+    path = copy.weight_map[name]
+    copy.flip(path, name, local=3, byte=10)
+    found(copy.check()[0], path, "bytes are not those")
     copy.reseal()
     files, weights = copy.check()
     found(
         files,
-        f"model.safetensors, tensor {name}",
+        f"{path}, tensor {name}",
         "not the source's",
         f"the first at byte {3 * HIDDEN * 2 + 10}",
     )
@@ -271,9 +280,7 @@ def test_damage_in_the_checkpoint_layout(make: Callable[..., Damaged], schema: s
     copy = make(schema, layout="checkpoint")
     for with_source in (True, False):
         assert [r.findings for r in copy.check(with_source)] == [[], []]
-    path = json.loads((copy.root / "model.safetensors.index.json").read_bytes())["weight_map"][
-        f"{MTP}.3.down_proj.weight"
-    ]
+    path = copy.weight_map[f"{MTP}.3.down_proj.weight"]
     names = [n for n in copy.tensor_names(path) if n.startswith(f"{MTP}.3.down_proj.")]
     assert len(names) >= 2
     for name in names:
@@ -288,8 +295,7 @@ def test_damage_in_the_checkpoint_layout(make: Callable[..., Damaged], schema: s
 
 def test_experts_swapped_in_the_checkpoint_layout(make: Callable[..., Damaged]) -> None:
     copy = make("mxfp4", layout="checkpoint")
-    words = json.loads((copy.root / "model.safetensors.index.json").read_bytes())["weight_map"]
-    path = words[f"{LAYER}.0.up_proj.weight"]
+    path = copy.weight_map[f"{LAYER}.0.up_proj.weight"]
 
     def edit(entries: dict[str, Any]) -> None:
         for tensor in ("weight", "weight_scale"):

@@ -70,9 +70,9 @@ class Config:
         self.num_experts = NUM_EXPERTS
 
 
-def experts() -> list[dict[str, torch.Tensor]]:
+def experts(inner: int = INNER) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    shapes = {"w1": (INNER, HIDDEN), "w3": (INNER, HIDDEN), "w2": (HIDDEN, INNER)}
+    shapes = {"w1": (inner, HIDDEN), "w3": (inner, HIDDEN), "w2": (HIDDEN, inner)}
     return [
         {role: torch.randn(shape, generator=generator) * 0.05 for role, shape in shapes.items()}
         for _ in range(NUM_EXPERTS)
@@ -143,13 +143,8 @@ def checked(
 ) -> CheckResult:
     """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
     standin.use(monkeypatch)
-    generator = torch.Generator().manual_seed(2)
     inner = artifact.layers[LAYER].intermediate_size
-    shapes = {"w1": (inner, HIDDEN), "w3": (inner, HIDDEN), "w2": (HIDDEN, inner)}
-    weights = [
-        {role: torch.randn(shape, generator=generator) * 0.05 for role, shape in shapes.items()}
-        for _ in range(NUM_EXPERTS)
-    ]
+    weights = experts(inner)
 
     def load(
         _: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device

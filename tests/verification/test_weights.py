@@ -13,27 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.artifact.expert_reader import join
+import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import humming_schema, resident
-from hqconv.layout_decoder.codes import unpack_fields
-from hqconv.layout_decoder.decode import (
-    DecodedStack,
-    bits_of,
-    decode_packed,
-    decoded_rows,
-    packed_shapes,
-)
+from hqconv.kernel_layout import transform
+from hqconv.layout_decoder.decode import bits_of, decode_packed, decoded_rows, packed_shapes
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.tensors import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
-from tests.make.conversions import run
-from tests.make.damage import GIB, Damaged, found
-from tests.make.kernel_tensors import problems
+from tests.make import small
+from tests.make.conversions import manifest, run, schema_of
+from tests.make.damage import GIB, Damaged, check_both_ways, found
 from tests.make.matrices import SCHEMAS
 from tests.make.quantized import quantize
 from tests.make.qwen import write_qwen3_moe
@@ -48,34 +42,24 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(
-    out: Path, src: Path | None, layers: set[int] | None = None, memory: int = GIB, threads: int = 2
+    out: Path, src: Path | None, layers: set[int] | None = None, memory: int = GIB
 ) -> CheckResult:
     with Artifact(out) as artifact:
         if src is None:
-            return check_weights(artifact, None, layers, threads, memory)
+            return check_weights(artifact, None, layers, 2, memory)
         with open_source(src) as source:
-            return check_weights(artifact, source, layers, threads, memory)
+            return check_weights(artifact, source, layers, 2, memory)
 
 
 # --- figures -----------------------------------------------------------------------------------------------
 
 
-def plain_figures(src: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
-    """By Humming's own dequantization and numpy, all experts at once."""
+def plain_figures(src: Path, out: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
+    """By numpy, all experts at once."""
     tensors = load_file(src / "model.safetensors")
-    sources, decoded = [], []
-    for expert in range(4):
-        matrices = [tensors[f"{LAYER}.{expert}.{ROLES[r]}.weight"] for r in ROLES]
-        packed = [
-            *quantize(matrices[:2], schema, "bfloat16"),
-            *quantize(matrices[2:], schema, "bfloat16"),
-        ]
-        index = list(ROLES).index(role)
-        with resident(torch.device("cpu")):
-            values = humming_schema(schema).dequant_tensors(dict(packed[index].tensors))
-        decoded.append(values.double().numpy())
-        sources.append(matrices[index].double().numpy())
-    w, d = np.stack(sources), np.stack(decoded)
+    matrices = [tensors[f"{LAYER}.{expert}.{ROLES[role]}.weight"] for expert in range(4)]
+    w = torch.stack(matrices).double().numpy()
+    d = hqconv.dequantize(out, layer=LAYER)[role].double().numpy()
     grouped = [
         x.reshape(*x.shape[:2], -1, schema.weight_scale_group_size or x.shape[2])
         for x in (w, w - d)
@@ -108,7 +92,7 @@ def test_figures_are_plain_arithmetic(name: str, src: Path, tmp_path: Path) -> N
     for role in ROLES:
         figures, expected = (
             result.measured[LAYER][role],
-            plain_figures(src, resolve_schema(name), role),
+            plain_figures(src, tmp_path / "out", resolve_schema(name), role),
         )
         group, plain_group = figures.pop("worst_group"), expected.pop("worst_group")
         assert figures == pytest.approx(expected, rel=1e-9)
@@ -156,14 +140,6 @@ def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
     assert weights_of(tmp_path / "out", src, memory=20 << 20).status == "pass"
 
 
-def test_threads_change_nothing(src: Path, tmp_path: Path) -> None:
-    run(src, tmp_path / "out", "nvfp4", Grid(2, 2))
-    assert (
-        len({json.dumps(weights_of(tmp_path / "out", src, threads=n).measured) for n in (1, 3)})
-        == 1
-    )
-
-
 # --- particular layouts ------------------------------------------------------------------------------------
 
 
@@ -201,29 +177,6 @@ def test_redundant_copies_are_identical(src: Path, tmp_path: Path) -> None:
         )
 
 
-def piece(bias: torch.Tensor) -> DecodedStack:
-    codes, scale = torch.zeros(1, 2, 4, dtype=torch.uint8), torch.zeros(1, 2, 1, dtype=torch.int16)
-    return DecodedStack(codes, scale, "BF16", torch.ones(1, 2, 1), bias=bias)
-
-
-def test_the_w2_bias_is_on_the_first_rank_only() -> None:
-    schema = resolve_schema("fp8")
-    bias, zero = (torch.tensor([values], dtype=torch.int16) for values in ([1, 2], [0, 0]))
-    whole = join([piece(bias), piece(zero)], 2, schema)
-    assert whole.bias is not None
-    assert (whole.bias.tolist(), problems(whole)) == ([[1, 2]], [])
-    [fault] = [one for one in join([piece(bias), piece(bias)], 2, schema).faults if one.wrong.any()]
-    assert (fault.tensor, fault.tp_rank, fault.what) == (
-        "bias",
-        1,
-        "The w2 bias is on more than TP rank 0.",
-    )
-    assert fault.describe(0) == ("zero, since ranks are summed", "2 values")
-    rows = join([piece(bias), piece(bias)], 1, schema)
-    assert rows.bias is not None
-    assert (rows.bias.tolist(), rows.codes.shape) == ([[1, 2, 1, 2]], (1, 4, 4))
-
-
 def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "nvfp4")
     shutil.copytree(src, tmp_path / "src")
@@ -234,22 +187,7 @@ def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
     found(result, f"source: tensor {LAYER}.0.up_proj.weight", "A weight is NaN or infinite")
 
 
-def test_a_layer_of_other_sizes(src: Path, tmp_path: Path) -> None:
-    run(src, tmp_path / "out", "mxfp4")
-    copy = Damaged(tmp_path / "out", src, "mxfp4")
-    copy.edit_manifest(lambda document: document["blocks"][LAYER].update(num_experts=3))
-    found(weights_of(copy.root, src), LAYER)
-
-
 # --- packed tensors ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_bits", range(1, 9))
-def test_codes_are_little_endian_bit_fields(num_bits: int) -> None:
-    words = np.random.default_rng(num_bits).integers(0, 1 << 32, (5, 2 * num_bits), np.uint32)
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(5, -1, num_bits)
-    found = unpack_fields(torch.from_numpy(words.view(np.int32)), num_bits)
-    assert np.array_equal(found, (bits << np.arange(num_bits)).sum(-1))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -276,9 +214,82 @@ def test_packed_tensors_of_another_shape(src: Path, tmp_path: Path) -> None:
     found(weights_of(copy.root, None), f"{LAYER}.0.gate_proj.", "Packed tensors are not those")
 
 
-def test_scales_of_a_tensor_have_three_dimensions() -> None:
-    bits = {
-        "weight": torch.zeros(2, 4, 8, dtype=torch.int32),
-        "weight_scale": torch.ones(2, dtype=torch.int32),
-    }
-    assert decode_packed(bits, resolve_schema("fp8-tensor"), "F32").scale.shape == (2, 1, 1)
+# --- the padding of an uneven last rank ------------------------------------------------------------------------
+
+TWICE = WeightSchema(
+    name="twice",
+    b_dtype="float4e2m1",
+    bs_dtype="float8e4m3",
+    weight_scale_type="group",
+    weight_scale_group_size=32,
+    weight_scale_2_type="channel",
+)
+
+
+def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: int) -> None:
+    """From now on, conversions write another value into one tensor's padding."""
+    pad = transform._pad
+
+    def damaged(
+        tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int
+    ) -> dict[str, Any]:
+        padded = pad(tensors, schema, along, size, share)
+        one, length = (
+            padded[tensor],
+            tensors[tensor].size(along) if tensors[tensor].ndim > along else 0,
+        )
+        if along == axis and one.size(along) > length > 0:
+            bits = one.view({1: torch.uint8, 2: torch.int16}[one.element_size()])
+            bits.narrow(along, length, one.size(along) - length).fill_(value)
+        return padded
+
+    monkeypatch.setattr(transform, "_pad", damaged)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("gemm", "axis"), [("w13", 1), ("w2", 2)])
+@pytest.mark.parametrize(
+    ("schema", "tensor", "value"),
+    [
+        ("mxfp4", "weight_scale", 255),
+        ("mxfp4", "weight_scale", 118),
+        ("mxfp8", "weight_scale", 126),
+        ("int4-g32", "weight_scale", 0x7FC0),
+        ("nvfp4", "weight_scale", 0x7F),
+        ("twice", "weight_scale_2", 0x7FC0),
+    ],
+)
+def test_padding_of_an_uneven_last_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schema: str,
+    tensor: str,
+    value: int,
+    gemm: str,
+    axis: int,
+    dtype: str,
+) -> None:
+    if (tensor, gemm) == ("weight_scale_2", "w2") or (value, dtype) == (255, "float16"):
+        pytest.skip(
+            "second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's"
+        )
+    src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
+    made_of = TWICE if schema == "twice" else schema_of(schema)
+    for is_damaged in (False, True):
+        if is_damaged:
+            padding_of(monkeypatch, tensor, axis, value)
+        out = tmp_path / f"out-{is_damaged}"
+        run(src, out, made_of, Grid(4), dtype=dtype)
+        layer = next(iter(manifest(out)["blocks"]))
+        for with_source in (True, False):
+            with Artifact(out) as artifact, open_source(src) as source:
+                weights = check_both_ways(artifact, source if with_source else None)
+            assert bool(weights.findings) == is_damaged, weights.findings[:3]
+        if is_damaged:
+            what = "The padding of a TP rank is not "
+            found(
+                weights,
+                f"experts/tp3-ep0/{layer}.safetensors, tensor {layer}.{gemm}_{tensor}",
+                what,
+            )
