@@ -49,7 +49,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.artifact_names import EVALUATION
 from hqconv.sources.opening import open_source
-from hqconv.verification.files import other_source
+from hqconv.verification.files import check_beside_experts, other_source
 
 _LOG = logging.getLogger(__name__)
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
@@ -82,6 +82,7 @@ def evaluate(
     with Artifact(out, is_sealed=True) as artifact, open_source(source_name, revision) as source:
         with quiet_loading(transformers), folder_of(source) as folder:
             tokens = read_text(transformers, folder, text, num_tokens, source=source_name)
+        _check_beside_experts(artifact, source, resources.num_threads)
         return compare_on_text(
             artifact,
             source,
@@ -291,6 +292,21 @@ def _on_one_line(error: HqconvError) -> str:
 
 
 # --- layers and experts of the artifact
+
+
+def _check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -> None:
+    """Refuse a source whose config or other tensors are not the artifact's: the run would be of a mixture of both."""
+    _converted_layers(artifact, source)
+    differences = check_beside_experts(artifact, source, num_threads).findings
+    if differences:
+        first = differences[0]
+        raise RequestError(
+            "Beside the experts the artifact is not this source's: nobody serves a mixture of both.",
+            where=f"--source, {first.where}",
+            expected=first.expected,
+            found=first.found or first.what,
+            remedy="Give the checkpoint that was converted.",
+        )
 
 
 def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]:

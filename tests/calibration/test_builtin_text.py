@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import transformers
 from tokenizers.processors import TemplateProcessing
 

@@ -455,6 +455,28 @@ def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_
         hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
 
 
+@pytest.mark.parametrize("change", ["attention", "embedding", "config"])
+def test_another_model_beside_the_same_experts_is_refused(
+    change: str, qwen: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """Its experts are the artifact's; a run of both would be of a model that nobody serves."""
+    src, out, text = qwen
+    other = Path(shutil.copytree(src, tmp_path / "other"))
+    if change == "config":
+        config = json.loads((other / "config.json").read_text())
+        config["norm_topk_prob"] = not config.get("norm_topk_prob", False)
+        (other / "config.json").write_text(json.dumps(config))
+    else:
+        for path in other.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name in tensors:
+                if {"attention": "q_proj", "embedding": "embed"}[change] in name:
+                    tensors[name] = tensors[name] * 1.5
+            save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(RequestError, match="Beside the experts"):
+        hqconv.evaluate(out, other, text, **CPU)
+
+
 def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     src, out, text = make(tmp_path, "mixtral")
     num_tokens = json.loads((src / "config.json").read_text())["vocab_size"]
