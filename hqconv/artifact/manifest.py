@@ -213,6 +213,7 @@ class CalibrationEntry(Entry):
     device: str
     torch: str
     transformers: str
+    lines: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -455,6 +455,26 @@ def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_
         hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
 
 
+@pytest.mark.parametrize(("num_lines", "share"), [(0, 0.0), (60, 0.3), (200, 1.0)])
+def test_a_text_that_the_calibration_read_is_told(
+    num_lines: int, share: float, tmp_path: Path
+) -> None:
+    """num_lines: of 200, that are the calibration's in another order."""
+    src = write_source(tmp_path / "src", "mixtral")
+    lines = [" ".join(map(str, torch.randint(1, 64, (9,)).tolist())) for _ in range(400)]
+    read, held_out = tmp_path / "read", tmp_path / "held-out"
+    read.write_text("\n".join(lines[:200]))
+    held_out.write_text("\n".join(lines[:200][::-1][:num_lines] + lines[200 : 400 - num_lines]))
+    options = {"schema": "int4-g32", "target": "sm90", "device": "cpu", "calibrate_context": 64}
+    out = tmp_path / "out"
+    hqconv.convert(src, out, calibrate=read, calibrate_tokens=1800, **options)
+    document = hqconv.evaluate(out, src, held_out, **CPU)
+    assert document["lines_of_calibration"] == pytest.approx(share, abs=0.15)
+    told = [warning for warning in document["warnings"] if "of the calibration's text" in warning]
+    assert len(told) == (num_lines > 0)
+    assert document == json.loads((out / "evaluation.json").read_text())
+
+
 @pytest.mark.parametrize("change", ["attention", "embedding", "config"])
 def test_another_model_beside_the_same_experts_is_refused(
     change: str, qwen: tuple[Path, Path, Path], tmp_path: Path
