@@ -11,13 +11,12 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import load_layer_config
@@ -216,46 +215,9 @@ def input_kernels(
     return found
 
 
-# --- Humming's weight ops, which convert a checkpoint's weights when an engine loads them
-
-# Ops whose results Humming's schemas look at.
-_WITH_VALUES = ("pack_weight", "unpack_weight", "dequant_weight")
-
-
-@contextmanager
-def weight_kernels() -> Iterator[list[KernelSource]]:
-    """Note the kernels of Humming's weight ops, which its schemas call on CPU tensors. Inside `standing_in` only.
-
-    Results have the right shapes, and of the ops in `_WITH_VALUES` the right values.
-    """
-    import torch
-
-    from hqconv.humming_ops.runtime import humming
-
-    class OnGpu(torch.Tensor):
-        """A CPU tensor that Humming's weight ops take for one of a GPU."""
-
-        is_cuda = property(lambda self: True)
-
-    def noted(name: str) -> Callable[..., Any]:
-        cuda_op, cpu_op = getattr(module, name), getattr(ops, name)
-
-        def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = cuda_op(inputs.as_subclass(OnGpu), *args, **kwargs)
-            return cpu_op(inputs, *args, **kwargs) if name in _WITH_VALUES else result
-
-        return op
-
-    ops, module = humming().ops, importlib.import_module("humming.ops.weight")
-    found: list[KernelSource] = []
-    with ExitStack() as stack:
-        for name in [name for name in vars(module) if name.endswith("Kernel")]:
-            kernel = recorder(getattr(module, name), found)
-            silent = type(name, (kernel,), {"__call__": lambda self, *args, **kwargs: None})
-            stack.enter_context(patch.object(module, name, silent))
-        for name in (*_WITH_VALUES, "repack_weight", "process_mxfp4_w4a8_weight", "quant_weight"):
-            stack.enter_context(patch.object(ops, name, noted(name)))
-        yield found
+def weight_ops() -> Any:
+    """Return Humming's module of the ops that convert a checkpoint's weights when an engine loads them."""
+    return importlib.import_module("humming.ops.weight")
 
 
 # --- Humming's compiler on this machine

@@ -127,6 +127,7 @@ def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
 
     Raises RequestError for anything else.
     """
+    text = str(text)  # a caller may give a number
     name, match = gpu_named(text), _ARCHITECTURE.fullmatch(text.strip().lower())
     number = 0
     if name:

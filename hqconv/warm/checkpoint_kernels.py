@@ -38,9 +38,10 @@ from hqconv.kernel_layout.kernel_sources import (
     gemm_kernels,
     input_kernels,
     kernel_compiler,
+    recorder,
     standing_in,
     toolkit,
-    weight_kernels,
+    weight_ops,
 )
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
@@ -383,3 +384,42 @@ def _settings(gemm_type: str) -> ComputeSettings:
 
 if __name__ == "__main__":
     main()
+
+
+# --- Humming's weight ops, which convert a checkpoint's weights when an engine loads them
+
+# Ops whose results Humming's schemas look at.
+_WITH_VALUES = ("pack_weight", "unpack_weight", "dequant_weight")
+
+
+@contextmanager
+def weight_kernels() -> Iterator[list[KernelSource]]:
+    """Note the kernels of Humming's weight ops, which its schemas call on CPU tensors. Inside `standing_in` only.
+
+    Results have the right shapes, and of the ops in `_WITH_VALUES` the right values.
+    """
+
+    class OnGpu(torch.Tensor):
+        """A CPU tensor that Humming's weight ops take for one of a GPU."""
+
+        is_cuda = property(lambda self: True)
+
+    def noted(name: str) -> Callable[..., Any]:
+        cuda_op, cpu_op = getattr(module, name), getattr(ops, name)
+
+        def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = cuda_op(inputs.as_subclass(OnGpu), *args, **kwargs)
+            return cpu_op(inputs, *args, **kwargs) if name in _WITH_VALUES else result
+
+        return op
+
+    ops, module = humming().ops, weight_ops()
+    found: list[KernelSource] = []
+    with ExitStack() as stack:
+        for name in [name for name in vars(module) if name.endswith("Kernel")]:
+            kernel = recorder(getattr(module, name), found)
+            silent = type(name, (kernel,), {"__call__": lambda self, *args, **kwargs: None})
+            stack.enter_context(patch.object(module, name, silent))
+        for name in (*_WITH_VALUES, "repack_weight", "process_mxfp4_w4a8_weight", "quant_weight"):
+            stack.enter_context(patch.object(ops, name, noted(name)))
+        yield found

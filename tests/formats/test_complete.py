@@ -138,7 +138,7 @@ def test_bitsandbytes() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_every_required_part_is_missed(name: str) -> None:
     case = ALL[name]
-    optional = {"bias", "weight_shape", "input_scale"}
+    optional = {"bias", "weight_shape", "input_scale", "input_global_scale"}
     if "desc" not in name:
         optional |= {"g_idx"}
     if not case.completed().format.has_zero_point:

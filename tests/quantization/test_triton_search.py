@@ -28,12 +28,11 @@ def same(ours, theirs):
     known = ~torch.isnan(theirs)
     return same_bits(torch.where(known, ours, 0), torch.where(known, theirs, 0))
 
-is_broken = sys.argv[-1] == "broken"
-for case in sys.argv[1 : -1 if is_broken else None]:
+for case in sys.argv[1:]:
     name, dtype = case.split(":")
     schema, is_float32 = any_schema(name), dtype == "float32"
     source = torch.float32 if is_float32 else torch.bfloat16
-    stack = torch.stack([hard_matrix(8, 128, source, seed) for seed in (0, 1)])
+    stack = torch.stack([hard_matrix(8, 64, source, seed) for seed in (0, 1)])
     param_dtype = "float16" if is_float32 else "bfloat16"
     [done] = quantize_stacks([stack], schema, param_dtype)
     start, ladder = scales_of(done.tensors, schema), ladder_of(schema, param_dtype)
@@ -42,22 +41,10 @@ for case in sys.argv[1 : -1 if is_broken else None]:
         least = quantized.row_errors(stack, start, done.tensors["weight"], schema) * (1 - 2.0**-20)
         floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
         ours = triton_sweep.sweep(stack, start, least, ladder, floor, schema)
-        if is_broken:
-            stack[1] *= 1.5
         meter = quantize._Meter(stack, done.tensors, schema)
         theirs = meter.sweep(start, least, ladder, floor)
     print(case, *(same(*pair) for pair in zip(ours, theirs)))
 """
-
-
-def agreements(*words: str) -> list[list[str]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", SCRIPT, *words]
-    done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.full
@@ -70,9 +57,9 @@ def test_the_sweep_gives_the_bits_of_torch() -> None:
         "int4-g32:bfloat16",
         "uint4-e4m3:bfloat16",
     ]
-    assert agreements(*cases) == [[case, "True", "True"] for case in cases]
-
-
-@pytest.mark.full
-def test_a_changed_weight_is_detected() -> None:
-    assert "False" in agreements("mxfp4:bfloat16", "broken")[0]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", SCRIPT, *cases]
+    done = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.stdout.splitlines() == [f"{case} True True" for case in cases], done.stderr[-2000:]

@@ -29,7 +29,7 @@ from tests.make.damage import Damaged
 from tests.make.effort import ALL
 from tests.make.qwen import write_qwen3_moe
 
-EVERY = 7 if ALL else 37  # of the mutations
+EVERY = 13 if ALL else 37  # of the mutations
 ABSENT = object()
 Place = tuple[Any, ...]
 Made = tuple[Path, Path]  # source and artifact
