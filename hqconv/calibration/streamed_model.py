@@ -13,12 +13,13 @@ result. Only one thread computes at any time.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ _ROOT = ""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
 # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
@@ -85,6 +87,7 @@ class StreamedModel:
         from transformers import core_model_loading, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        _share_free_memory()
         self._source, self.place, self.dtype, self.device = source, str(source.place), dtype, device
         self._loading = core_model_loading
         config = config_of(transformers, folder)
@@ -351,6 +354,12 @@ class StreamedModel:
                 found=first_few(errors),
                 remedy="Load the model with transformers alone, to see if it can be run at all.",
             )
+
+
+def _share_free_memory() -> None:
+    """Let all threads allocate from one pool: each pass has a thread, whose freed memory no other one could use."""
+    with suppress(OSError, AttributeError):  # of a libc without it
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _make_model(
