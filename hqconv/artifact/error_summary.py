@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from hqconv.errors import first_few, plural
+
 # Count in the manifest, per projection → name of its sum over layers and projections.
 _COUNTS = {
     "num_experts_requantized": "num_matrices",
@@ -60,6 +62,32 @@ def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
         for document in projections.values():
             totals.update({name: document[key] for key, name in _COUNTS.items() if key in document})
     return dict(totals)
+
+
+FEW_TOKENS = 32  # of a calibration: an expert with fewer is hardly calibrated
+
+
+def reached_warnings(errors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Warn of experts that no token of a calibration chose, or few did, with their number in each layer.
+
+    errors: layer → projection → the document of its quantization error.
+    """
+    layers, num_without, num_few = [], 0, 0
+    for layer, projections in errors.items():
+        document = projections.get("w2", {})
+        without = document.get("num_experts_without_tokens") or 0
+        few = document.get("num_experts_with_few_tokens") or 0
+        if without or few:
+            layers.append(f"{layer}: {without} and {few}")
+            num_without += without
+            num_few += few
+    if not layers:
+        return []
+    return [
+        f"The text of the calibration did not reach {plural(num_without, 'expert')}, and reached {num_few} with fewer "
+        f"than {FEW_TOKENS} tokens; their down projections are rounded nearly as without it ({first_few(layers)}). "
+        "Use a text of the model's use, or more --calibrate-tokens."
+    ]
 
 
 def over_limits(

@@ -213,6 +213,7 @@ class CalibrationEntry(Entry):
     device: str
     torch: str
     transformers: str
+    lines: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +228,8 @@ class FileEntry(Entry):
 class ProjectionError(Entry):
     """Relative Frobenius error of one projection of a layer.
 
-    num_…: where the source is quantized. largest_scale_change: where scales were rounded.
+    num_experts_requantized, num_groups, num_exact_groups: where the source is quantized. largest_scale_change: where
+    scales were rounded. num_experts_without_tokens, num_experts_with_few_tokens: of a calibration, of w2.
     """
 
     relative_error: float
@@ -237,6 +239,8 @@ class ProjectionError(Entry):
     num_groups: int | None = None
     num_exact_groups: int | None = None
     largest_scale_change: float | None = None
+    num_experts_without_tokens: int | None = None
+    num_experts_with_few_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

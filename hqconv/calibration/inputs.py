@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from hqconv.schemas.activation import Activation
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of a calibration
 _VALIDATION_EVERY = 4  # of so many sequences one is for validation
+_LARGEST = 2.0**40  # of inputs whose squares are summed in float32
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
 _ROWS = 4096  # tokens whose products are summed at once
@@ -63,6 +65,14 @@ class ExpertActivations:
     is_validation: torch.Tensor
     power: torch.Tensor
 
+    def num_tokens(self, experts: Sequence[int]) -> list[int]:
+        """Return the number of tokens that chose each of some experts."""
+        return [self._counts[expert] for expert in experts]
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        return Counter(self.experts[self.weights != 0].tolist())
+
     @cached_property
     def hidden_products(self) -> InputProducts:
         """Products of x, the input of w13, for all experts: each token counts with the squares of its weights."""
@@ -76,7 +86,9 @@ class ExpertActivations:
                 total = total + _weighted_product(x, share, x)
             return total.nan_to_num(0.0, 0.0, 0.0).unsqueeze(0)
 
-        return InputProducts(products(~self.is_validation), products(self.is_validation))
+        fit, validation = products(~self.is_validation), products(self.is_validation)
+        _bound(fit, validation)
+        return InputProducts(fit, validation)
 
     def intermediate_products(
         self,
@@ -106,8 +118,10 @@ class ExpertActivations:
             )
         products = [torch.stack([pair[0] for pair in pairs]) for pairs in (fit, validation)]
         if quantized is None:
+            _bound(*products)
             return InputProducts(*products)
         drifts = [torch.stack([pair[1] for pair in pairs]) for pairs in (fit, validation)]
+        _bound(*products, *drifts)
         return InputProducts(*products, *drifts)
 
     def _expert_products(
@@ -177,7 +191,25 @@ def _in_chunks(
 
 def _weighted_product(y: torch.Tensor, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return Σ share y xᵀ over tokens, float64 [K, K], of y and x [T, K]."""
-    return ((y * share.unsqueeze(1)).t() @ x).double()
+    if not len(x):
+        return x.new_zeros(x.size(1), x.size(1), dtype=torch.float64)
+    y_scale = _scale_to(y.abs().amax(), _LARGEST)
+    x_scale = _scale_to(x.abs().amax(), _LARGEST)
+    product = (y * (y_scale * share.unsqueeze(1))).t() @ (x * x_scale)
+    return product.double() / y_scale.double() / x_scale.double()
+
+
+def _bound(*products: torch.Tensor) -> None:
+    """Scale products [E, K, K] that float32 cannot hold, by a power of two for each expert, which changes no choice."""
+    sizes = [product.diagonal(dim1=1, dim2=2).abs().amax(1) for product in products]
+    scale = _scale_to(torch.stack(sizes).amax(0), _LARGEST**2)
+    for product in products:
+        product.mul_(scale.view(-1, 1, 1))
+
+
+def _scale_to(size: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return the power of two that brings a size to about `largest` if it is beyond; else 1."""
+    return torch.exp2(-(size / largest).clamp_min(1.0).log2().ceil())
 
 
 # --- the run of the model

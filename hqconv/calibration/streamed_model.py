@@ -13,12 +13,13 @@ result. Only one thread computes at any time.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ _ROOT = ""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
 # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
@@ -85,6 +87,7 @@ class StreamedModel:
         from transformers import core_model_loading, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        _share_free_memory()
         self._source, self.place, self.dtype, self.device = source, str(source.place), dtype, device
         self._loading = core_model_loading
         config = config_of(transformers, folder)
@@ -353,6 +356,12 @@ class StreamedModel:
             )
 
 
+def _share_free_memory() -> None:
+    """Let all threads allocate from one pool: each pass has a thread, whose freed memory no other one could use."""
+    with suppress(OSError, AttributeError):  # of a libc without it
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
 def _make_model(
     transformers: Any,
     source: Source,
@@ -536,6 +545,7 @@ class Stream:
     def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
         """Run every pass to its first stage. Raises transformers' errors."""
         self.model, self.batches = model, batches
+        _check_tokens(model, batches)
         self._passes: list[ForwardPass] = []
         try:
             for ids in batches:
@@ -582,6 +592,21 @@ class Stream:
         """End all passes."""
         for forward_pass in self._passes:
             forward_pass.stop()
+
+
+def _check_tokens(model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    embedding = model.model.get_input_embeddings()
+    num_embeddings = getattr(embedding, "num_embeddings", None)
+    largest = max((int(ids.max()) for ids in batches), default=0)
+    if num_embeddings is not None and largest >= num_embeddings:
+        raise RequestError(
+            "The tokenizer gives a token that the model has no embedding for.",
+            where=model.place,
+            expected=f"tokens from 0 to {num_embeddings - 1}",
+            found=f"token {largest}",
+            remedy="Copy the tokenizer's files of this very model into the source.",
+        )
 
 
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,14 @@ safetensors files that hqconv reads. So it finds no Python module, pickle or ada
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
 import re
+import resource
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,6 +24,8 @@ from hqconv.io.checkpoint_files import has_tokenizer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
+
+_LOG = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 16 << 20  # of a text: all of it is cut into tokens
 # Python modules of the folder, and implementations, which may be names of repos of the Hub.
@@ -35,6 +42,8 @@ BUILTIN_TEXT = Path(__file__).with_name("builtin.txt")
 LEAST_TOKENS = 2  # of a text, and of a sequence: the first one is not predicted
 _BETWEEN = "\n\n\n"  # passages of BUILTIN_TEXT
 _TURN = re.compile(r"^(System|User|Assistant|Tool): ", re.MULTILINE)
+# Of a process that runs a chat template; its memory is beside what this process has.
+_CHILD_SECONDS, _CHILD_BYTES = 60, 1 << 30
 # Before a chat template: one that asks for the date gets this one, so that tokens do not depend on the day.
 _DATE = "{% macro strftime_now(format) %}2026-01-01{% endmacro %}"
 
@@ -254,10 +263,11 @@ def _read(path: Path, option: str) -> tuple[bytes, str]:
 def _in_chat_template(text: str, tokenizer: Any) -> str:
     """Return the text of the package with its dialogues in the tokenizer's chat template.
 
-    Templates run in the sandbox of transformers. A dialogue that the template refuses stays as it is.
+    Templates run in the sandbox of transformers, in a process with limits. A dialogue stays as it is where the template
+    refuses it; where it refuses all, or is cut off, a warning says so.
     """
 
-    def rendered(passage: str) -> str:
+    def rendered(passage: str) -> str | None:
         before, *turns = _TURN.split(passage)
         if before or not turns:
             return passage
@@ -269,16 +279,50 @@ def _in_chat_template(text: str, tokenizer: Any) -> str:
             dialogue: str = tokenizer.apply_chat_template(
                 messages, chat_template=_DATE + tokenizer.get_chat_template(), tokenize=False
             )
-        except ImportError:  # of Jinja
-            raise
-        except Exception:  # noqa: BLE001 - a template refuses roles that it does not know
-            return passage
+        except Exception:  # noqa: BLE001 - roles that it does not know, memory beyond the limit
+            return None
         return dialogue.removeprefix(bos)
 
+    passages = text.split(_BETWEEN)
     with running("the chat template of the source"):
+        import_module("jinja2")
         # The start stands before each sequence.
         bos = tokenizer.bos_token if _start(tokenizer, text) else ""
-        return _BETWEEN.join(map(rendered, text.split(_BETWEEN)))
+    dialogues = _limited(lambda: [rendered(passage) for passage in passages]) or []
+    if sum(len(dialogue or "") for dialogue in dialogues) > MAX_TEXT_BYTES:
+        dialogues = []
+    text_in_template = _BETWEEN.join(
+        dialogue or passage for passage, dialogue in zip_longest(passages, dialogues)
+    )
+    if text_in_template == text:
+        _LOG.warning(
+            "The chat template of the source failed or was cut off: the dialogues of the text stay plain."
+        )
+    return text_in_template
+
+
+def _limited(function: Callable[[], list[str | None]]) -> list[str | None] | None:
+    """Return the result of a function that runs foreign code, from a child with limits; None if it has none by then."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = num_pages * resource.getpagesize() + _CHILD_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with suppress(Exception):
+            sender.send(function())
+
+    child = context.Process(target=run, daemon=True)
+    child.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(_CHILD_SECONDS) else None
+    except EOFError:
+        return None
+    finally:
+        child.kill()
+        child.join()
 
 
 def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:

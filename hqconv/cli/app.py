@@ -227,7 +227,15 @@ def convert(
     if profile is not None:
         place = Path(profile)
         text = json.dumps({"profile_of": "hqconv convert", **report.profile}, indent=2)
-        write_whole(place.parent, place.name, f"{text}\n".encode())
+        try:
+            write_whole(place.parent, place.name, f"{text}\n".encode())
+        except OutputError as error:
+            raise OutputError(
+                "The conversion is complete; its profile could not be written.",
+                where=error.where,
+                found=error.found or error.what,
+                remedy="Go on with the artifact. For a profile name a place with free space.",
+            ) from error
     document = report.to_dict()
     if not report.is_complete:
         return Result(document)

@@ -38,7 +38,8 @@ from hqconv.planning.spec import ConversionOptions
 from hqconv.quantization.quantized import decoded
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.schemas.options import LEFT
+from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 
 DEFAULT_CANDIDATES = (
     "int2-g32-zp",
@@ -146,6 +147,14 @@ def _plan_candidates(
             for planned in own.layers:
                 candidates += [schema.name for schema in planned.encoding.schema.each]
         candidates += DEFAULT_CANDIDATES
+    for name in candidates:
+        if "+" in name or name in (SOURCE, LEFT):
+            raise RequestError(
+                "A candidate is one schema: it is chosen for w13 and w2 apart.",
+                where=f"--candidates {name}",
+                expected="names such as mxfp4,int4-g32,fp8",
+                remedy="Name each schema alone; those that keep a quantized source's codes are the default's first.",
+            )
     plans: dict[str, ConversionPlan] = {}
     for name in dict.fromkeys(candidates):
         try:

@@ -28,7 +28,7 @@ from hqconv.artifact.build import (
     with_file,
     with_fingerprints,
 )
-from hqconv.artifact.error_summary import requantized, scale_changes
+from hqconv.artifact.error_summary import reached_warnings, requantized, scale_changes
 from hqconv.artifact.expected import ExpectedArtifact
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
@@ -384,6 +384,7 @@ class _Conversion:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
         errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
+        folder.warnings.extend(reached_warnings(errors))
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         source.guard.check_unchanged()
         digests = {} if source.repo_id is not None else source.guard.digests  # the Hub has its own

@@ -183,7 +183,8 @@ class LayerEncoder:
             quantized = {role: decoded(done[role].tensors, of_gemm.schema) for role in roles}
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
-        return self._check_later(experts, done)
+        num_tokens = None if encoding.of("w2").is_direct else inputs.num_tokens(experts)
+        return self._check_later(experts, done, num_tokens=num_tokens)
 
     def _quantize_floats(self, stacks: Mapping[str, torch.Tensor]) -> dict[str, QuantizedStack]:
         encoding = self.encoding
@@ -204,6 +205,7 @@ class LayerEncoder:
         experts: Sequence[int],
         done: Mapping[str, QuantizedStack],
         failed_checks: torch.Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
     ) -> EncodedBatch:
         """Return a batch whose values and deferred checks are checked in its `error_sums`."""
         sums = [stack.sums() for stack in done.values()]
@@ -222,6 +224,9 @@ class LayerEncoder:
                 for roles in coupled_roles(self.layer):
                     sums_of = [(self._name(expert, role), found[role][index]) for role in roles]
                     _check_numbers(sums_of, self.encoding.of(roles[0]))
+            if num_tokens is not None:
+                pairs = zip(found["w2"], num_tokens, strict=True)
+                found["w2"] = [replace(sums, num_tokens=count) for sums, count in pairs]
             return found
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hqconv.artifact.error_summary import FEW_TOKENS
 from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
@@ -282,7 +283,8 @@ def projection_errors(
     """Return the relative Frobenius error of each projection over all experts, and of the worst expert.
 
     Where the source `is_coded`, also the number of requantized experts, and of their scale groups without any error;
-    where scales were rounded, the largest relative change. `math.fsum` is exact: the order of experts does not matter.
+    where scales were rounded, the largest relative change; of w2 also the experts that a calibration hardly reached.
+    `math.fsum` is exact: the order of experts does not matter.
     """
     errors: dict[str, Any] = {}
     for role in error_sums[0]:
@@ -297,6 +299,7 @@ def projection_errors(
             "worst_relative_error": each[worst],
         }
         errors[role] |= (requantized_counts(of_role) if is_coded else {}) | scale_changes(of_role)
+        errors[role] |= _calibration_counts(of_role)
     return errors
 
 
@@ -328,6 +331,17 @@ def requantized_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:
         "num_experts_requantized": len(requantized),
         "num_groups": sum(sums.num_groups for sums in requantized),
         "num_exact_groups": sum(sums.num_exact for sums in requantized),
+    }
+
+
+def _calibration_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:
+    """Count experts that no token of a calibration chose, and those that fewer than FEW_TOKENS did."""
+    counts = [sums.num_tokens for sums in error_sums if sums.num_tokens is not None]
+    if not counts:
+        return {}
+    return {
+        "num_experts_without_tokens": counts.count(0),
+        "num_experts_with_few_tokens": sum(0 < count < FEW_TOKENS for count in counts),
     }
 
 

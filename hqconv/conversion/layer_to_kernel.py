@@ -17,7 +17,7 @@ from hqconv.formats.encoding import SourceMatrix
 from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
 from hqconv.models.expert_map import map_experts
 from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
-from hqconv.planning.checks import check_request
+from hqconv.planning.checks import check_request, refuse_unserved
 from hqconv.planning.output_units import MoeLayerPlan, kernel_unit
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.artifact_names import KERNEL
@@ -26,6 +26,7 @@ from hqconv.schemas.tensors import TensorRef, code_of_torch, is_stored, torch_dt
 from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.sources.safetensors import decoded_expert
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCH_BYTES = 1 << 28  # of the experts that are encoded at once
 _STACKS = {
     "w13": "model.layers.0.mlp.experts.gate_up_proj",
@@ -56,6 +57,7 @@ def layer_to_kernel(
     model_config: Mapping[str, Any] | None,
 ) -> dict[str, RankGemm]:
     """Convert one layer; arguments, result and errors as of `hqconv.to_kernel`."""
+    _check_tensors(weights)
     if weights.keys() == _STACKS.keys():
         weights, model_config = _as_checkpoint(weights)
     if model_config is None:
@@ -65,10 +67,6 @@ def layer_to_kernel(
             expected="config.json of the model, or the tensors w13 and w2 alone",
             found=first_few(list(weights)),
         )
-    devices = {str(tensor.device) for tensor in weights.values()}
-    if len(devices) != 1:
-        what, found = "All tensors must be on one device.", ", ".join(devices)
-        raise RequestError(what, where="weights", found=found)
     device = next(iter(weights.values())).device
     planned, schema = _plan(weights, dict(model_config), options, device)
     grid, layer = planned.grid, planned.layer
@@ -101,6 +99,23 @@ def layer_to_kernel(
             for name, tensor in to_kernel(planned.forms[gemm], sliced).items():
                 gemms[gemm].tensors[name][begin : begin + len(experts)].copy_(tensor)
     return gemms
+
+
+def _check_tensors(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors without values here, and those of several devices."""
+    for name, tensor in weights.items():
+        if tensor.is_meta or type(tensor) not in _PLAIN:
+            raise RequestError(
+                "The tensor has no bytes of its own here.",
+                where=name,
+                expected="a plain tensor on the CPU or a GPU",
+                found=f"{type(tensor).__name__} on {tensor.device}",
+                remedy="Give the rank's local, materialized tensor, such as `tensor.full_tensor()` of a DTensor.",
+            )
+    devices = {str(tensor.device) for tensor in weights.values()}
+    if len(devices) != 1:
+        what, found = "All tensors must be on one device.", ", ".join(devices)
+        raise RequestError(what, where="weights", found=found)
 
 
 def _as_checkpoint(
@@ -156,6 +171,8 @@ def _plan(
         raise RequestError(what, where="target", expected="h100, sm90 …", found=found)
     spec = make_spec(options, experts, config, parse_target(target, options.cuda))
     check_request(experts, spec)
+    if not options.allow_unserved:
+        refuse_unserved(experts, spec)
     return kernel_unit(experts.layers[0], spec), spec.schema
 
 

@@ -46,14 +46,15 @@ from hqconv.errors import (
 )
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.calibration import Calibration
+from hqconv.planning.calibration import Calibration, common_lines
 from hqconv.schemas.artifact_names import EVALUATION
 from hqconv.sources.opening import open_source
-from hqconv.verification.files import other_source
+from hqconv.verification.files import check_beside_experts, other_source
 
 _LOG = logging.getLogger(__name__)
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+_SHARED_LINES = 0.02  # of a text that is another's
 _NUM_VALUES = 1 << 22  # logits at a time: 32 MiB of float64, and a few times as much
 _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -82,6 +83,7 @@ def evaluate(
     with Artifact(out, is_sealed=True) as artifact, open_source(source_name, revision) as source:
         with quiet_loading(transformers), folder_of(source) as folder:
             tokens = read_text(transformers, folder, text, num_tokens, source=source_name)
+        _check_beside_experts(artifact, source, resources.num_threads)
         return compare_on_text(
             artifact,
             source,
@@ -136,6 +138,13 @@ def compare_on_text(
                 reference = Stream(model, batches)
             stack.callback(reference.stop)
         figures = _figures(reference, layers_by_stage, read_experts, resources.num_threads)
+    calibration = artifact.manifest.calibration
+    shared = 0.0 if calibration is None else common_lines(calibration.lines, tokens.raw.decode())
+    if shared >= _SHARED_LINES:
+        warnings.append(
+            f"About {shared:.0%} of the text's lines are of the calibration's text: its figures are too good. "
+            "Evaluate on a text that the calibration did not read."
+        )
     document = {
         "kind": "evaluation",
         "artifact": artifact.root.resolve().name,
@@ -143,6 +152,7 @@ def compare_on_text(
         "schema": artifact.manifest.schema_name,
         "source": {"name": source.repo_id or source.name, "revision": source.revision},
         "text": {"name": text_name, "sha256": hashlib.sha256(tokens.raw).hexdigest()},
+        "lines_of_calibration": round(shared, 3),
         "num_tokens": len(tokens.ids),
         "context_length": context_length,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
@@ -291,6 +301,21 @@ def _on_one_line(error: HqconvError) -> str:
 
 
 # --- layers and experts of the artifact
+
+
+def _check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -> None:
+    """Refuse a source whose config or other tensors are not the artifact's: the run would be of a mixture of both."""
+    _converted_layers(artifact, source)
+    differences = check_beside_experts(artifact, source, num_threads).findings
+    if differences:
+        first = differences[0]
+        raise RequestError(
+            "Beside the experts the artifact is not this source's: nobody serves a mixture of both.",
+            where=f"--source, {first.where}",
+            expected=first.expected,
+            found=first.found or first.what,
+            remedy="Give the checkpoint that was converted.",
+        )
 
 
 def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]:

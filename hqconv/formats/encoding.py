@@ -397,6 +397,14 @@ def _check_kind(declared: SourceFormat, headers: Headers, remedy: Callable[[], s
     quantized = {name for name in headers if name not in ("bias", *UNUSED_PARTS)}
     if is_plain:
         quantized.discard("weight")
+    if weight is not None and weight.dtype == "F64":
+        raise InputError(
+            "Weights in float64 are not read.",
+            where=weight.name,
+            expected="BF16, F16 or F32",
+            found=weight.dtype,
+            remedy="Cast them to float32 or bfloat16.",
+        )
     if declared.is_float and quantized:
         what = "The config declares no quantization for this module, but its tensors are quantized."
         names, expected = quantized, "one BF16, F16 or F32 weight"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from hqconv.errors import InputError, OutputError
 from hqconv.io.file_access import sha256_of
@@ -126,8 +128,7 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
     digest, num_bytes = hashlib.sha256(), 0
     with output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial(path).unlink(missing_ok=True)  # it may be a link, or a pipe
-        with partial(path).open("xb") as file:
+        with _alone(partial(path)) as file:
             try:
                 for chunk in chunks:
                     file.write(chunk)
@@ -138,10 +139,27 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
             except BaseException:
                 partial(path).unlink(missing_ok=True)
                 raise
-        partial(path).replace(path)
+            partial(path).replace(path)
         sync_folders(root, [path.parent])
     _LOG.debug("Wrote %s: %d bytes.", path, num_bytes)
     return FileRecord(name, num_bytes, digest.hexdigest())
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that nobody else writes: another process waits until it has its final name."""
+    is_ours = False
+    while not is_ours:
+        if path.is_symlink() or not path.is_file():
+            path.unlink(missing_ok=True)  # a link, or a pipe
+        with path.open("ab") as file:
+            with suppress(OSError):  # of file systems without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            if is_ours:
+                file.truncate(0)
+                yield file
 
 
 def size_of(path: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class Calibration:
     """A calibration, on which codes and scales depend: as a manifest records it.
 
     name, sha256: of the text. num_tokens: that are read of it; before `counted`, at most. device: its type. torch,
-    transformers: versions. path: of the text; None of a calibration that was read from a manifest.
+    transformers: versions. lines: the sketch of the lines that are read (`line_sketch`); "" before `counted`. path: of
+    the text; None of a calibration that was read from a manifest.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Calibration:
     device: str
     torch: str
     transformers: str
+    lines: str = ""
     path: Path | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -99,7 +102,9 @@ class Calibration:
                 expected="two tokens at least",
                 found=plural(num_tokens, "token"),
             )
-        return replace(self, num_tokens=num_tokens)
+        whole = text.raw.decode()
+        read = whole[: len(whole) * num_tokens // len(text.ids)]  # about
+        return replace(self, num_tokens=num_tokens, lines=line_sketch(read))
 
     def check_unchanged(self) -> None:
         """Raise RequestError where the text is not what it was when the conversion was planned."""
@@ -110,6 +115,29 @@ class Calibration:
                 where=f"--calibrate {self.path}",
                 remedy="Start again when nothing writes to it.",
             )
+
+
+_NUM_LINES, _HASH = 128, 8  # of a sketch; hexadecimal digits of a line's hash
+
+
+def _line_hashes(text: str) -> set[str]:
+    """Return a hash of each distinct line, but of short ones, which texts share by chance."""
+    lines = {line.strip() for line in text.splitlines()}
+    return {sha256(line.encode()).hexdigest()[:_HASH] for line in lines if len(line) >= 20}
+
+
+def line_sketch(text: str) -> str:
+    """Return the smallest hashes of a text's lines, joined: enough to tell how many of its lines another text has."""
+    return "".join(sorted(_line_hashes(text))[:_NUM_LINES])
+
+
+def common_lines(sketch: str, text: str) -> float:
+    """Return about which share of a text's lines the text of a sketch has too."""
+    known = {sketch[begin : begin + _HASH] for begin in range(0, len(sketch), _HASH)}
+    hashes = _line_hashes(text)
+    if len(known) == _NUM_LINES:
+        hashes = {line_hash for line_hash in hashes if line_hash <= max(known)}
+    return len(hashes & known) / max(1, len(hashes))
 
 
 @dataclass(frozen=True)
@@ -171,7 +199,7 @@ class CalibrationText:
             device.partition(":")[0],
             version("torch"),
             version("transformers"),
-            self.path,
+            path=self.path,
         )
 
 

@@ -39,7 +39,7 @@ class ErrorSums:
     error, power: float64 sums of (w - decoded)**2 and of w**2, in one folding order on every device.
     num_exact: scale groups without any error, of `num_groups` (per row), if they were counted. is_direct: the
     source's codes were kept without a measurement. scale_change: for kept codes with rounded scales (and a measured
-    error), the largest relative change of a scale.
+    error), the largest relative change of a scale. num_tokens: of a calibration, that chose the expert; of w2 alone.
     """
 
     error: float = 0.0
@@ -48,6 +48,7 @@ class ErrorSums:
     num_groups: int = 0
     is_direct: bool = False
     scale_change: float | None = None
+    num_tokens: int | None = None
 
     @property
     def is_exact(self) -> bool:

@@ -112,6 +112,21 @@ def _check_documents(artifact: Artifact, expected: ExpectedArtifact, result: Che
             result.add(f"{path}: {key}", sentence(key), short_text(value), short_text(other))
 
 
+def check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -> CheckResult:
+    """Compare config.json and every copied tensor with the source's; no file is hashed and no expert is read."""
+    result = CheckResult("files")
+    expected = _expected(artifact, source, result)
+    if expected is not None:
+        config = _json_object(artifact, names.CONFIG, result)
+        for key, value, other in differences(expected.config, config):
+            result.add(
+                f"{names.CONFIG}: {key}", sentence(key), short_text(value), short_text(other)
+            )
+    with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
+        _compare_copied(artifact, source, source.reference(), pool, result)
+    return result
+
+
 def _json_object(artifact: Artifact, path: str, result: CheckResult) -> dict[str, Any]:
     try:
         document = read_json(artifact.fetched(path), MAX_LIST_BYTES)

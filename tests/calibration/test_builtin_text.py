@@ -7,9 +7,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import transformers
 from tokenizers.processors import TemplateProcessing
 
+from hqconv.calibration import transformers_model
 from hqconv.calibration.transformers_model import _in_chat_template as text_in_template
 from hqconv.calibration.transformers_model import folder_of, read_text
 from hqconv.planning.calibration import BUILTIN_TEXT
@@ -76,6 +78,30 @@ def test_dialogues_are_in_the_chat_template_of_the_tokenizer(tmp_path: Path) -> 
         for each in (text, found)
     ]
     assert plain[0] == plain[1]
+
+
+LOOP = "{% for a in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP * 3 + "{% endfor %}" * 3,
+        "{{ 'a' * 3000000000 }}",
+        "{{ 'a' * 90000000 }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_without_end_is_cut_off(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers_model, "_CHILD_SECONDS", 2)
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    text = BUILTIN_TEXT.read_text("utf-8")
+    assert text_in_template(text, tokenizer) == text
+    assert "chat template" in caplog.text
 
 
 def test_a_source_s_template_is_read(tmp_path: Path) -> None:

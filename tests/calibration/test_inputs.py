@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from hqconv.calibration import inputs
-from hqconv.calibration.gptq import InputProducts
+from hqconv.calibration.gptq import InputProducts, quantize_by_outputs
 from hqconv.calibration.inputs import ExpertActivations, expert_inputs
 from hqconv.errors import InputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
+from hqconv.schemas.activation import Activation
+from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.sources.opening import open_source
 from tests.make.families import moe_layers, save_family
 from tests.make.tokenizer import write_tokenizer
@@ -243,3 +245,38 @@ def test_weights_and_hidden_states_that_are_not_finite_are_refused(tmp_path: Pat
     model.save_pretrained(tmp_path / "src", max_shard_size="200KB")
     with pytest.raises(RequestError, match="hidden states become NaN"):
         run_through(tmp_path)
+
+
+def test_large_inputs_choose_the_same_codes() -> None:
+    """Times a power of two they overflow the squares of float32; nothing else changes, and no product is infinite."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 64, generator=generator)
+    stack = torch.randn(2, 32, 64, generator=generator)
+    weights = {role: torch.randn(2, 64, 64, generator=generator) / 8 for role in ("w1", "w3")}
+    relu = Activation("relu2")
+    codes: dict[int, list[torch.Tensor]] = {}
+    for power in (0, 33, 66):
+        found = ExpertActivations(
+            x * 2.0**power,
+            torch.arange(400).view(200, 2) % 2,
+            torch.ones(200, 2),
+            torch.arange(200) >= 150,
+            torch.ones(200),
+        )
+        only_up = {"w3": weights["w3"] / 2.0**power}
+        hidden = found.hidden_products
+        inner = found.intermediate_products([0, 1], {**only_up, "w2": stack}, relu)
+        codes[power] = [
+            quantize_by_outputs([stack], resolve_schema("int4-g32"), "bfloat16", products)[
+                0
+            ].tensors["weight"]
+            for products in (hidden, inner)
+        ]
+        for products in (hidden, inner):
+            assert torch.isfinite(products.hessian.factor).all()
+    wide = found.intermediate_products([0, 1], {"w3": weights["w3"] / 2.0**30, "w2": stack}, relu)
+    assert torch.isfinite(wide.hessian.factor).all()
+    assert float(wide.fit.abs().max()) > 0
+    for power in (33, 66):
+        for found_codes, expected in zip(codes[power], codes[0], strict=True):
+            assert torch.equal(found_codes, expected)

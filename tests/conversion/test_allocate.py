@@ -214,6 +214,7 @@ def few(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
     [
         ({"candidates": "int4-g32,nonsense"}, "--candidates nonsense"),
         ({"candidates": "int4-g32,source"}, "--candidates source"),
+        ({"candidates": "int4-g32,int4-g32+int8"}, "--candidates int4-g32+int8"),
         ({"candidates": "int4-g32,int4-g64", "tp": 2}, "--candidates int4-g64"),
         ({"candidates": "int4-g32,nvfp4", "input_schema": "int8"}, "--candidates nvfp4"),
         ({"bits": 1.0}, "--size, --bits"),

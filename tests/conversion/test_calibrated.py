@@ -235,6 +235,12 @@ def test_a_short_text_and_experts_without_tokens_are_quantized(deep: Path, tmp_p
         for role, error in errors.items():
             rounded = plain.errors[layer][role]["worst_relative_error"]
             assert error["worst_relative_error"] < 4 * rounded
+        without, few = (
+            errors["w2"][f"num_experts_{kind}_tokens"] for kind in ("without", "with_few")
+        )
+        assert 1 <= few <= 4  # two tokens choose two experts each
+        assert without + few == 4, layer
+    assert any("did not reach" in warning for warning in report.warnings)
     assert_verified(tmp_path / "out", deep / "src")
 
 

@@ -7,7 +7,10 @@ import hashlib
 import os
 import random
 import stat
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import safetensors
 
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import OutputError
-from hqconv.io import file_access
+from hqconv.io import durable_files, file_access
 from hqconv.io.durable_files import FileRecord, check_space, write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.planning.output_units import OutFile, build_file
@@ -51,6 +54,29 @@ def write_all(writer: UnitWriter, files: tuple[OutFile, ...], shuffle: int = 0) 
 
 def names(root: Path) -> list[str]:
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+
+
+def test_two_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
+    """The first one's file is whole at any time, though the second begins beside it."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def chunks() -> Iterator[bytes]:
+        yield b"first, "
+        has_begun.set()
+        assert may_end.wait(30)
+        yield b"whole"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(durable_files._write_chunks, tmp_path, "file", chunks())
+        assert has_begun.wait(30)
+        second = pool.submit(write_whole, tmp_path, "file", b"second")
+        time.sleep(0.2)
+        assert not second.done()
+        may_end.set()
+        assert first.result().size_bytes == len(b"first, whole")
+        second.result()
+    assert names(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"second"
 
 
 # --- files -------------------------------------------------------------------------------------------------

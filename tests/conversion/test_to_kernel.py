@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hqconv
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import HqconvError, InputError
 from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.small import HIDDEN, INNER, LAYER, QWEN, save
@@ -119,6 +119,10 @@ W13, W2 = (
 )
 
 
+class Sharded(torch.Tensor):
+    """A tensor whose values lie elsewhere, as torch's DTensor."""
+
+
 @pytest.mark.parametrize(
     ("weights", "options", "what"),
     [
@@ -135,12 +139,16 @@ W13, W2 = (
             "not enough for this",
         ),
         ({"w13": W13, "w2": W2}, {"tp": 3}, "cannot be split|cannot be cut|TP"),
-        ({"w13": W13.to("meta"), "w2": W2}, {}, "on one device"),
+        ({"w13": W13.to("meta"), "w2": W2}, {}, "no bytes of its own"),
+        ({"w13": W13.as_subclass(Sharded), "w2": W2}, {}, "no bytes of its own"),
+        ({"w13": W13.double(), "w2": W2.double()}, {}, "float64 are not read"),
+        ({"w13": W13, "w2": W2}, {"schema": "int4-g32-e5m2", "dtype": "float16"}, "No server runs"),
+        ({"w13": W13, "w2": W2}, {"schema": "int4-g32-e4m3-row", "dtype": "float16"}, "No server"),
         ({"w13": W13.to(torch.complex64), "w2": W2}, {}, "no checkpoint holds"),
     ],
 )
 def test_refused(weights: dict[str, torch.Tensor], options: dict[str, Any], what: str) -> None:
-    with pytest.raises(RequestError, match=what):
+    with pytest.raises(HqconvError, match=what):
         hqconv.to_kernel(
             weights, **{"schema": "mxfp4", "target": "sm90", "dtype": "bfloat16", **options}
         )

@@ -455,6 +455,66 @@ def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_
         hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
 
 
+@pytest.mark.parametrize(("num_lines", "share"), [(0, 0.0), (60, 0.3), (200, 1.0)])
+def test_a_text_that_the_calibration_read_is_told(
+    num_lines: int, share: float, tmp_path: Path
+) -> None:
+    """num_lines: of 200, that are the calibration's in another order."""
+    src = write_source(tmp_path / "src", "mixtral")
+    lines = [" ".join(map(str, torch.randint(1, 64, (9,)).tolist())) for _ in range(400)]
+    read, held_out = tmp_path / "read", tmp_path / "held-out"
+    read.write_text("\n".join(lines[:200]))
+    held_out.write_text("\n".join(lines[:200][::-1][:num_lines] + lines[200 : 400 - num_lines]))
+    options = {"schema": "int4-g32", "target": "sm90", "device": "cpu", "calibrate_context": 64}
+    out = tmp_path / "out"
+    hqconv.convert(src, out, calibrate=read, calibrate_tokens=1800, **options)
+    document = hqconv.evaluate(out, src, held_out, **CPU)
+    assert document["lines_of_calibration"] == pytest.approx(share, abs=0.15)
+    told = [warning for warning in document["warnings"] if "of the calibration's text" in warning]
+    assert len(told) == (num_lines > 0)
+    assert document == json.loads((out / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize("change", ["attention", "embedding", "config"])
+def test_another_model_beside_the_same_experts_is_refused(
+    change: str, qwen: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """Its experts are the artifact's; a run of both would be of a model that nobody serves."""
+    src, out, text = qwen
+    other = Path(shutil.copytree(src, tmp_path / "other"))
+    if change == "config":
+        config = json.loads((other / "config.json").read_text())
+        config["norm_topk_prob"] = not config.get("norm_topk_prob", False)
+        (other / "config.json").write_text(json.dumps(config))
+    else:
+        for path in other.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name in tensors:
+                if {"attention": "q_proj", "embedding": "embed"}[change] in name:
+                    tensors[name] = tensors[name] * 1.5
+            save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(RequestError, match="Beside the experts"):
+        hqconv.evaluate(out, other, text, **CPU)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    src, out, text = make(tmp_path, "mixtral")
+    num_tokens = json.loads((src / "config.json").read_text())["vocab_size"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(src)
+    tokenizer.add_tokens([f"new{number}" for number in range(num_tokens)])
+    tokenizer.save_pretrained(src)
+    text.write_text(f"3 4 new{num_tokens - 1}")
+    for run in (
+        lambda: hqconv.evaluate(out, src, text, **CPU),
+        lambda: hqconv.convert(
+            src, tmp_path / "new", schema="int4-g32", target="sm90", calibrate=text, device="cpu"
+        ),
+    ):
+        with pytest.raises(RequestError, match="no embedding for") as caught:
+            run()
+        assert str(num_tokens - 1) in caught.value.expected
+
+
 def test_a_source_without_a_weight_is_refused(tmp_path: Path) -> None:
     src = write_source(tmp_path / "src", "mixtral")
     lost, listing = "model.layers.1.self_attn.q_proj.weight", src / "model.safetensors.index.json"

@@ -154,7 +154,7 @@ class Recorder:
         def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if self._inside(file) is None or not set(mode) & set("wax+"):
                 return real(file, mode, *args, **kwargs)
-            if mode not in ("wb", "xb") or any(
+            if mode not in ("wb", "xb", "ab") or any(
                 word not in (-1, None) for word in (*args, *kwargs.values())
             ):
                 raise AssertionError(f"the recorder does not know open(…, {mode!r}, …)")
@@ -203,6 +203,10 @@ class _Noted(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def truncate(self, size: int | None = None) -> int:
+        os.ftruncate(self._descriptor, size or 0)
+        return size or 0
 
     def close(self) -> None:
         if not self.closed:
