@@ -407,6 +407,8 @@ def test_cuda_gives_the_same_bits(name: str) -> None:
         assert (left is None) == (right is None)
         assert left is None or (right.is_cuda and same_bits(left, right)), part
     assert same_bits(dequantize(cpu), dequantize(cuda))
+    if cpu.column_groups is not None:  # they are sorted before
+        return
     for schema in SCHEMAS:
         if not why_not_direct(case.completed().format, schema, "bfloat16") and fits(
             schema, case.shape

@@ -114,34 +114,26 @@ def test_pack_unpack_and_repack(bits: int) -> None:
         cpu_ops.pack_weight(zeros.transpose(1, 2).contiguous(), bits).transpose(1, 2).contiguous()
     )
     combinations = itertools.product(
-        (16, 8, 4),
-        (True, False),
-        (False, True),
-        (False, True),
-        (False, True),
-        (False, True),
-        (3, 2),
+        (16, 8, 4), (False, True), (False, True), (False, True), (False, True), (3, 2)
     )
     possible = []
-    for a_bits, is_packed, centre, with_zero, packed_k, native, mode in combinations:
+    for a_bits, centre, with_zero, packed_k, native, mode in combinations:
         impossible = (
             (with_zero and not centre) or (packed_k and (a_bits != 8 or bits % 2)) or bits > a_bits
         )
-        if with_zero and not is_packed:
-            continue  # Humming's kernel strides unpacked zero points of several experts wrongly; nothing calls it
         if (
             impossible
             or (native and (centre or packed_k))
             or (mode == 2 and (a_bits != 8 or centre))
         ):
             continue
-        possible.append((a_bits, is_packed, centre, with_zero, packed_k, native, mode))
+        possible.append((a_bits, centre, with_zero, packed_k, native, mode))
     # Each is a kernel to compile; layouts that are in use are all recorded (`test_transform`).
-    for a_bits, is_packed, centre, with_zero, packed_k, native, mode in possible[bits % 3 :: 3]:
+    for a_bits, centre, with_zero, packed_k, native, mode in possible[bits % 3 :: 3]:
         options = {
             "weight_bits": bits,
             "activation_bits": a_bits,
-            "is_weight_packed": is_packed,
+            "is_weight_packed": True,
             "should_preprocess_for_int2fp": centre,
             "should_preprocess_with_zp": with_zero,
             "interleave_mode": mode,
@@ -149,11 +141,10 @@ def test_pack_unpack_and_repack(bits: int) -> None:
             "use_packed_k_layout": packed_k,
             "use_native_dequant": native,
         }
-        zero = (packed_zeros if is_packed else zeros) if with_zero else None
-        weight = packed if is_packed else codes
-        ours = cpu_ops.repack_weight(weight, zero_point=zero, **options)
+        zero = packed_zeros if with_zero else None
+        ours = cpu_ops.repack_weight(packed, zero_point=zero, **options)
         theirs = ops.repack_weight(
-            weight.cuda(), zero_point=None if zero is None else zero.cuda(), **options
+            packed.cuda(), zero_point=None if zero is None else zero.cuda(), **options
         )
         assert same_bits(ours, theirs), options
 
