@@ -33,7 +33,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.artifact_names import KERNEL, PROJECTIONS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
+from hqconv.schemas.weight_schema import PARAM_DTYPES
 from hqconv.verification.result import OF_ANOTHER_SOURCE
 
 _WIDE = 500  # columns when stdout is not a terminal: nothing is wrapped
@@ -591,15 +591,10 @@ def _schemas(document: Document) -> Shown:
             (f"  in {ENGINE.name}", shorthand["stock_vllm"]),
         )
     yield "\nFILE.toml: the fields of Humming's HummingWeightSchema.\n"
-    inputs = []
-    for schema in document["input_schemas"]:
-        runs_all = len(schema["schemas"]) == len(PRESETS)
-        schemas = "every schema above" if runs_all else ", ".join(schema["schemas"])
-        inputs.append(
-            (schema["name"], schema["description"], ", ".join(schema["targets"]), schemas)
-        )
-    yield from _table(("--input-schema", "description", "targets", "weight schemas"), inputs)
-    yield "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
+    inputs = [(schema["name"], schema["description"]) for schema in document["input_schemas"]]
+    yield from _table(("--input-schema", "description"), inputs)
+    yield "\nFILE.toml: the fields of Humming's HummingInputSchema."
+    yield "Not every pair runs on every GPU: `hqconv schemas --for GPU` lists those that do."
 
 
 def _gpu(document: Document) -> Shown:

@@ -45,7 +45,7 @@ from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads
-from hqconv.schemas.gpu_target import TARGETS, GpuTarget, gpu_named, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.options import group_by_schema
@@ -525,7 +525,10 @@ def describe_schemas() -> Document:
                 "stock_vllm": "not the checkpoint layout; the kernel layout through hqconv's plugin",
             },
         ],
-        "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
+        "input_schemas": [
+            {"name": inputs.name, "description": inputs.describe(), **inputs.humming_fields()}
+            for inputs in INPUT_PRESETS.values()
+        ],
     }
 
 
@@ -536,24 +539,6 @@ def _preset(schema: WeightSchema) -> Document:
         **schema_to_dict(schema),
         "stock_vllm_param_dtypes": [dtype for dtype in PARAM_DTYPES if obstacles[dtype] is None],
         "stock_vllm_obstacle": obstacles["bfloat16"],
-    }
-
-
-def _input_schema_to_dict(inputs: InputSchema) -> Document:
-    """Document of an input schema, with the targets and the presets that it runs with."""
-    runs = {
-        (name, target.name)
-        for name, schema in PRESETS.items()
-        for target in map(GpuTarget, TARGETS)
-        if _runs(schema, target, inputs)
-    }
-    schemas_that_run, targets_that_run = {name for name, _ in runs}, {target for _, target in runs}
-    return {
-        "name": inputs.name,
-        "description": inputs.describe(),
-        **inputs.humming_fields(),
-        "targets": [f"sm{sm}" for sm in TARGETS if f"sm{sm}" in targets_that_run],
-        "schemas": [name for name in PRESETS if name in schemas_that_run],
     }
 
 

@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOOKS = (
+    "schemas",
     "schemas --recipes",
     "inspect {}/model",
     "inspect {}/quantized",
