@@ -16,7 +16,8 @@ from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from scripts.torture.commands import Ended, Job, Zygote
 from tests.make.qwen import read_tree, write_qwen3_moe
 
-OPTIONS = ("--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2")
+# With the digests of the source, which --update records in any case.
+OPTIONS = ("--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2", "--source-digests")
 CARD, NOTE = ".gitattributes", "notes.txt"  # the user's files: in an artifact, and beside it
 Tree = dict[str, bytes]
 
