@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,25 +18,31 @@ import numpy as np
 import torch
 
 from hqconv.checkup.findings import (
-    CheckFinding,
-    MatrixPlace,
+    Beside,
+    compare_dense,
+    config_findings,
     grouped,
     header_findings,
-    value_findings,
+    own_findings,
 )
 from hqconv.checkup.matrices import (
-    ORDERED,
     Arrangement,
+    Change,
+    CheckFinding,
     Comparison,
     Facts,
     Float32Vector,
     Matrix,
+    MatrixPlace,
     arrangement,
     arrangement_faults,
     compare,
+    cosine,
     decoded,
     facts_of,
+    is_one,
     own_faults,
+    spread,
     tangent_of,
 )
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
@@ -48,7 +53,8 @@ from hqconv.models.config_facts import is_draft
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import DenseTensors, Source
+from hqconv.models.tensor_names import decoder_layer
 from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.options import refuse_unknown_layers
 
@@ -66,7 +72,7 @@ _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
 # rms beside the layer's median
 _SIZE_NOTICE, _SIZE_DAMAGE = 16.0, 1024.0
 # distance beside the median of the layer's others, and how many there must be
-_OUTLIER, _NUM_OTHERS = 2.0, 4
+_OUTLIER, _FAR_FROM_ALL, _NUM_OTHERS = 2.0, 3.0, 4
 _ROUNDED = 0.9  # share of nearest codes in layers that were rounded
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
 _FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
@@ -120,14 +126,6 @@ class CheckedLayer:
         """Return one projection of every expert."""
         return [expert.matrices[role] for expert in self.experts.values()]
 
-    def comparisons(self, role: str) -> dict[int, Comparison]:
-        """Return the comparisons with the original's by expert."""
-        return {
-            matrix.place.expert: matrix.comparison
-            for matrix in self.matrices(role)
-            if matrix.comparison is not None
-        }
-
 
 def run_check(source: Source, original: Source | None, options: CheckOptions) -> dict[str, Any]:
     """Check a checkpoint and return the document (docs/check.md).
@@ -150,22 +148,30 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
     if options.layers is not None:
         refuse_unknown_layers(options.layers, {layer.index for layer in layers})
         layers = [layer for layer in layers if layer.index in options.layers]
-    findings = [*header_findings(source, experts), *value_findings(source, experts, layers)]
+    max_weights = options.max_memory_bytes // _BYTES_PER_WEIGHT if options.sample is None else 0
+    dense = DenseTensors(source, experts, layers if options.layers else None, max_weights)
+    findings = [*header_findings(source, experts), *own_findings(dense)]
     pairs: dict[str, MoeLayer] = {}
+    beside = Beside()
     if original is not None:
         with of_original():
-            original_experts = original.map_experts()
-        pairs = _paired(source, experts, original_experts, layers, findings)
-    checked = list(_walk(source, original, layers, pairs, options))
+            originals = original.map_experts()
+        pairs = _paired(source, experts, originals, layers, findings)
+        with of_original():
+            beside = compare_dense(dense, DenseTensors(original, originals, None, max_weights))
+        findings += config_findings(source, original)
+    checked = list(_walk(source, original, layers, pairs, options, beside))
     for layer in checked:
         findings += _layer_findings(layer)
+    findings += beside.findings()
     matrices = [
         matrix
         for layer in checked
         for expert in layer.experts.values()
         for matrix in expert.matrices.values()
     ]
-    findings += [*_twins(matrices), *_misplaced(matrices), *_version(matrices)]
+    for look in (_outliers, _twins, _misplaced, _version):
+        findings += look(matrices)
     document |= {
         "family": experts.family,
         "source_format": sorted({layer.format.describe() for layer in layers}),
@@ -224,7 +230,7 @@ def _errors(checked: CheckedLayer) -> dict[str, dict[str, Any]]:
     """Return a layer's errors against the original by projection, and its worst expert's."""
     errors = {}
     for role in checked.layer.roles:
-        comparisons = checked.comparisons(role)
+        comparisons = {m.place.expert: m.comparison for m in checked.matrices(role) if m.comparison}
         if not comparisons:
             continue
         worst = max(comparisons, key=lambda expert: comparisons[expert].error)
@@ -290,6 +296,7 @@ def _walk(
     layers: Sequence[MoeLayer],
     pairs: Mapping[str, MoeLayer],
     options: CheckOptions,
+    beside: Beside,
 ) -> Iterator[CheckedLayer]:
     """Read and compare the experts layer by layer, in threads."""
     num_weights = max((b.hidden_size * b.intermediate_size for b in layers), default=1)
@@ -315,7 +322,7 @@ def _walk(
             original_name = "" if paired_layer is None else paired_layer.name
             fetched.wait_for(layer.name)
             fetched_originals.wait_for(original_name)
-            examine = partial(_examine, source, layer, original, paired_layer)
+            examine = partial(_examine, source, layer, original, paired_layer, beside)
             chosen = _sample(layer.num_experts, options.sample)
             experts = {}
             with closing(
@@ -344,18 +351,10 @@ def _decoder(source: Source, layer: MoeLayer, expert: int) -> Callable[[str], Ma
         layout = RawLayout(layer, [expert])
         raw = RawExperts(layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
         source.read_all_into(raw.views(layout.ranges))
-    # stored bits of a weight; a tensor of several projections counts in shares, and some may be padded
-    tensors = layer.sources[expert].values()
-    shares = Counter((ref.file, ref.offset_bytes) for refs in tensors for ref in refs.values())
-    least_bytes = min(
-        sum(ref.num_bytes / shares[ref.file, ref.offset_bytes] for ref in refs.values())
-        for refs in tensors
-    )
-    num_bits = 8 * least_bytes / (layer.hidden_size * layer.intermediate_size)
 
     def decode(role: str) -> Matrix:
         matrix = source.read_expert(layer, expert, (role,), _CPU, raw)[role]
-        return decoded(matrix, num_bits)
+        return decoded(matrix, layer.bits_of_weight(expert))
 
     return decode
 
@@ -365,9 +364,10 @@ def _examine(
     layer: MoeLayer,
     original: Source | None,
     original_layer: MoeLayer | None,
+    beside: Beside,
     number: int,
 ) -> CheckedExpert:
-    """Decode an expert, and compare it with the original's."""
+    """Decode an expert, and compare it with the original's: of the same number, or where its router's row was."""
     expert = CheckedExpert({})
     for role in layer.roles:
         place = MatrixPlace(layer.name, number, role)
@@ -377,9 +377,18 @@ def _examine(
     if original is None or original_layer is None:
         return expert
     theirs: dict[str, Matrix] = {}
-    with of_original():
-        decode = _decoder(original, original_layer, number)
-        originals = {role: decode(role) for role in layer.roles}
+    originals, chosen = dict[str, Matrix](), number
+    around = decoder_layer(layer.name)
+    _, order = beside.routers.get(around, ("", torch.empty(0)))
+    moved = int(order[number]) if len(order) == layer.num_experts else number
+    for candidate in dict.fromkeys((number, moved)):
+        with of_original():
+            decode = _decoder(original, original_layer, candidate)
+            matrices = {role: decode(role) for role in layer.roles}
+        if not originals or _likeness(ours, matrices) > _likeness(ours, originals):
+            originals, chosen = matrices, candidate
+    if chosen != moved:
+        beside.unmoved.add(around)
     for role, matrix in originals.items():
         checked, facts = expert.matrices[role], facts_of(matrix)
         if math.isfinite(facts.rms):
@@ -394,8 +403,12 @@ def _examine(
             checked.comparison = compare(role, matrix, theirs)
             faults = checked.comparison.faults
             expert.findings += [fault.at(checked.place, checked.name) for fault in faults]
-    _settle(expert)
+    _settle(expert, beside, around)
     return expert
+
+
+def _likeness(ours: Mapping[str, Matrix], originals: Mapping[str, Matrix]) -> float:
+    return sum(cosine(ours[role].values, originals[role].values) for role in ours)
 
 
 def _own_matrices(
@@ -417,45 +430,64 @@ def _own_matrices(
                 checked.facts = facts_of(matrix)
     except InputError as error:
         expert.findings.append(_broken(error).at(expert.matrices[role].place))
+    coded = [matrices[role].coded for role in ("w1", "w3") if role in matrices]
+    seconds = [given.scale_2 for given in coded if given and given.scale_2 is not None]
+    if len(seconds) == 2 and seconds[0].numel() == 1 and not torch.equal(*seconds):
+        what = "Gate and up have second scales of their own, and servers take one for both."
+        place = MatrixPlace(layer.name, number)
+        expert.findings.append(CheckFinding("loader", what, is_damage=False, place=place))
     return matrices
 
 
-def _settle(expert: CheckedExpert) -> None:
-    """Tell neurons in another order and scaled columns, which change no output if projections agree, from faults."""
-    matrices = expert.matrices
-    orders, gains = [], {}
-    for role, matrix in matrices.items():
-        comparison = matrix.comparison
-        if comparison is not None and comparison.order is not None:
-            orders.append(comparison.order)
-        if comparison is not None and comparison.gains is not None:
-            gains[role] = comparison.gains
-    if len(orders) == len(matrices) and all(torch.equal(orders[0], order) for order in orders):
-        expert.findings = [finding for finding in expert.findings if ORDERED not in finding.what]
+def _settle(expert: CheckedExpert, beside: Beside, place: str) -> None:
+    """Tell changes that make up for each other, so that no output changes, from faults.
+
+    Neurons may be in any order that is the same in all projections, up's rows have any factors whose inverses down's
+    columns have, and gate's and up's columns those whose inverses the norm before them has.
+    """
+    sides = {role: _neuron_side(matrix, role) for role, matrix in expert.matrices.items()}
+    first, up, down = next(iter(sides.values())), sides["w3"], sides["w2"]
+    limit = 0.02 + sum(side.limit for side in sides.values())
+    inputs = first.columns * first.rows.median()
+    shared = up.columns / inputs
+    neurons = up.rows * shared.median() * down.rows * down.columns.median()
+    are_neurons_sound = is_one(neurons, down.rows, limit)
+    is_side_sound = {
+        "w1": is_one(first.rows / first.rows.median(), torch.ones(1)),
+        "w3": are_neurons_sound and is_one(shared / shared.median(), up.columns, limit),
+        "w2": are_neurons_sound and is_one(down.columns / down.columns.median(), down.columns),
+    }
+    is_inverse = is_one(inputs, torch.ones(1), limit) or beside.balances(place, inputs)
+    if place not in beside.norms and spread(inputs):  # nobody knows what comes before
+        is_inverse = is_inverse or 0.25 < float(inputs.median()) < 4
+    orders = [side.row_order.numbers for side in sides.values() if side.row_order is not None]
+    is_ordered = not orders or (
+        len(orders) == len(sides)  # but for a few that rounding confuses
+        and all(float((order == orders[0]).float().mean()) > 0.9 for order in orders)
+    )
+    for role, side in sides.items():
+        matrix = expert.matrices[role]
+        fault = None if matrix.comparison is None else matrix.comparison.change_fault
+        is_sound = is_ordered and side.column_order is None and (is_inverse or role == "w2")
+        if fault is not None and not (is_sound and is_side_sound[role]):
+            expert.findings.append(fault.at(matrix.place, matrix.name))
+    if any(finding.is_damage for finding in expert.findings):
+        return
+    around = replace(next(iter(expert.matrices.values())).place, role="")
+    if first.row_order is not None:
         what = "The neurons are in another order, the same in all projections: no output changes."
-        place = replace(next(iter(matrices.values())).place, role="")
-        expert.findings.append(CheckFinding("neuron-order", what, is_damage=False, place=place))
-    is_inverse = False  # the rows of up, of the columns of down
-    if "w2" in gains and "w3" in gains:
-        logs = torch.stack([gains["w2"].columns.log(), -gains["w3"].rows.log()])
-        is_inverse = float(torch.corrcoef(logs)[0, 1]) > 0.8
-    if is_inverse:
-        expert.findings = [
-            finding
-            for finding in expert.findings
-            if (finding.kind, finding.place.role) != ("scales", "w3")
-        ]
-    for role, factors in gains.items():
-        if float(factors.columns.log().std()) > 0.02:
-            least, most = float(factors.columns.min()), float(factors.columns.max())
-            finding = CheckFinding(
-                "column-scales",
-                "The columns are scaled, as AWQ and SmoothQuant do: what comes before must be scaled by the inverse.",
-                "factors near 1",
-                f"factors from {least:.3g} to {most:.3g}",
-                is_damage=False,
-            )
-            expert.findings.append(finding.at(matrices[role].place, matrices[role].name))
+        expert.findings.append(CheckFinding("neuron-order", what, is_damage=False, place=around))
+    if spread(inputs) or spread(up.rows) or spread(down.rows):
+        what = "Columns are scaled, as AWQ and SmoothQuant do: what comes before is scaled by the inverse, or must be."
+        expert.findings.append(CheckFinding("column-scales", what, is_damage=False, place=around))
+
+
+def _neuron_side(matrix: CheckedMatrix, role: str) -> Change:
+    """Return how a projection was changed, its neurons as the rows."""
+    change = None if matrix.comparison is None else matrix.comparison.change
+    if change is None:
+        change = Change(torch.ones(matrix.shape[0]), torch.ones(matrix.shape[1]))
+    return change.turned() if role == "w2" else change
 
 
 # --- layers --------------------------------------------------------------------------------------------------
@@ -469,7 +501,6 @@ def _layer_findings(checked: CheckedLayer) -> Iterator[CheckFinding]:
     yield from arrangement_faults(checked.layer.name, arrangements)
     for role in checked.layer.roles:
         yield from _odd_sizes(checked.matrices(role))
-        yield from _outliers(checked, role)
 
 
 def _odd_sizes(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
@@ -485,24 +516,29 @@ def _odd_sizes(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
             yield CheckFinding("magnitude", what, "", found, is_damage, place=place)
 
 
-def _outliers(checked: CheckedLayer, role: str) -> Iterator[CheckFinding]:
-    """Yield experts that are further from the original than the layer's others."""
-    sound = {
-        expert: comparison
-        for expert, comparison in checked.comparisons(role).items()
-        if not (comparison.faults or comparison.is_wrong or comparison.gains)
+def _outliers(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
+    """Yield matrices that are further from the original than others: of their layer, and of all layers."""
+    sound = [(m.place, m.comparison) for m in matrices if m.comparison and m.comparison.is_sound]
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for place, comparison in sound:
+        for key in ((place.layer, place.role), ("", place.role), ("", "")):
+            groups.setdefault(key, []).append(comparison)
+    typical = {
+        key: float(np.quantile([figure.distance for figure in group], 0.25))
+        for key, group in groups.items()
+        if len(group) > _NUM_OTHERS
     }
-    if len(sound) <= _NUM_OTHERS:
-        return
-    typical = float(np.median([comparison.distance for comparison in sound.values()]))
-    is_rounded = float(np.median([figure.nearest for figure in sound.values()])) >= _ROUNDED
-    for expert, comparison in sound.items():
-        place, distance = MatrixPlace(checked.layer.name, expert, role), comparison.distance
-        if distance > max(_OUTLIER * typical, 1.5) and comparison.error > 0.01:
-            what = "The weights are further from the original's than the layer's others: another version of them?"
-            expected = f"about {typical:.2f} times the rounding of the format"
-            found = f"{distance:.2f} times it"
-            yield CheckFinding("stale", what, expected, found, is_rounded, place=place)
+    for place, comparison in sound:
+        least = typical.get(("", place.role), typical.get(("", ""), math.inf))
+        usual = typical.get((place.layer, place.role), math.inf)
+        far = _FAR_FROM_ALL * max(least, 0.25 if math.isnan(comparison.nearest) else 1)
+        if comparison.distance > min(far, max(_OUTLIER * usual, 1.5)):
+            what = "The weights are further from the original's than the others: another version of them?"
+            expected = f"about {min(usual, least):.2f} times the rounding of the format"
+            found = f"{comparison.distance:.2f} times it"
+            others = [figure.nearest for figure in groups[place.layer, place.role]]
+            is_damage = comparison.distance > far or float(np.median(others)) >= _ROUNDED
+            yield CheckFinding("stale", what, expected, found, is_damage, place=place)
 
 
 # --- matrices at another place ---------------------------------------------------------------------------------
@@ -528,11 +564,13 @@ def _twins(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
             is_same_expert = replace(first.place, role=copy.place.role) == copy.place
             expert_sketches = sketches_of(copy.place)
             is_whole = not is_same_expert and expert_sketches == sketches_of(first.place)
+            layers = {(matrix.place.layer, matrix.place.role) for matrix in (first, *copies)}
+            is_shared = len(copies) > 1 and len(layers) == 1
             what = "Two projections have the same weights, and the rest of their experts has not."
             if is_whole:
                 what = "An expert is in the checkpoint twice: it was copied, or merged."
-            found = first.place.seen_from(copy.place)
-            yield CheckFinding("twin", what, "", found, is_damage=not is_whole, place=copy.place)
+            found, is_damage = first.place.seen_from(copy.place), not (is_whole or is_shared)
+            yield CheckFinding("twin", what, "", found, is_damage, place=copy.place)
 
 
 def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
@@ -548,7 +586,7 @@ def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
         comparison, facts = matrix.comparison, matrix.facts
         if comparison is None or facts is None or comparison.distance < _OUTLIER:
             continue
-        if any(fault.kind != "bias" for fault in comparison.faults):
+        if comparison.change or any(fault.kind != "bias" for fault in comparison.faults):
             continue
         cosines = pools[matrix.shape] @ facts.sketch
         owner = _owner(matrix.place, comparison, places[matrix.shape], cosines)

@@ -1,4 +1,4 @@
-"""One decoded matrix: values, what they tell alone, and what a comparison with the original's tells.
+"""One decoded matrix: values, what they tell alone, what a comparison with the original's tells; findings' class.
 
 Legend: N rows, K columns, I intermediate size, d the checkpoint's weights, w the original's. The tangent of the angle
 between d and w is the relative error without a common factor.
@@ -14,17 +14,57 @@ from functools import cache
 import numpy as np
 import torch
 
-from hqconv.checkup.findings import CheckFinding, MatrixPlace
 from hqconv.formats.encoding import SourceMatrix
-from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize, scale_values
+from hqconv.quantization.coded_matrix import (
+    MANY_LOST,
+    CodedMatrix,
+    cell_sizes,
+    lost_weights,
+    scale_values,
+)
 
 Float32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 _SIDE = 16  # of a sketch
+_RUN = 64  # weights, or 32-bit words of codes, that are the same by chance nowhere
 _ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
 # largest weight, of the median row's largest
 _SPIKE_NOTICE, _SPIKE_DAMAGE = 2.0**10, 2.0**16
 # rms times sqrt(K): least and most without a notice; damage above
 _MIN_GAIN, _MAX_GAIN, _DAMAGED_GAIN = 2.0**-12, 2.0**9, 2.0**16
+
+
+@dataclass(frozen=True)
+class MatrixPlace:
+    """A projection of an expert of a layer. Without a role it is the whole expert, with expert -1 the whole layer."""
+
+    layer: str = ""
+    expert: int = -1
+    role: str = ""
+
+    def seen_from(self, place: MatrixPlace) -> str:
+        """Describe the matrix to a reader who knows the other's layer."""
+        text = f"{self.role} of expert {self.expert}"
+        return text if self.layer == place.layer else f"{text} of {self.layer}"
+
+
+@dataclass(frozen=True)
+class CheckFinding:
+    """One observation. kind: its name in docs/check.md. where: a tensor, or what else; "" for the place alone.
+
+    is_damage: the checkpoint is surely wrong; else it is a notice. place: of the matrix, if it is one's.
+    """
+
+    kind: str
+    what: str
+    expected: str = ""
+    found: str = ""
+    is_damage: bool = True
+    where: str = ""
+    place: MatrixPlace = MatrixPlace()
+
+    def at(self, place: MatrixPlace, where: str = "") -> CheckFinding:
+        """Return the finding with its place; `where` unless it names a tensor itself."""
+        return replace(self, place=place, where=self.where or where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,16 +82,10 @@ class Matrix:
     coded: CodedMatrix | None = None
     bias: torch.Tensor | None = None
 
-
-@cache
-def _cells(b_dtype: str, is_symmetric: bool) -> Float32Vector:
-    """Return the distance of each code's value to the farther neighbouring value, float32 [2**bits]."""
-    table = code_table(b_dtype, is_symmetric)
-    ordered = np.unique(table)
-    gaps = np.diff(ordered)
-    wide = np.maximum(np.append(gaps, gaps[-1]), np.insert(gaps, 0, gaps[0]))
-    found: Float32Vector = wide[np.searchsorted(ordered, table)].astype(np.float32)
-    return found
+    def turned(self) -> Matrix:
+        """Return the transposed matrix, without its codes."""
+        cells = None if self.cells is None else self.cells.t()
+        return replace(self, values=self.values.t(), cells=cells, coded=None)
 
 
 def decoded(matrix: SourceMatrix, num_bits: float) -> Matrix:
@@ -59,9 +93,7 @@ def decoded(matrix: SourceMatrix, num_bits: float) -> Matrix:
     values = matrix.values().float()
     if matrix.coded is None:
         return Matrix(matrix.name, values, _ROUNDING * 2.0 ** -min(num_bits, 9), bias=matrix.bias)
-    coded = replace(matrix.coded, zero_point=None)
-    cells = dequantize(coded, _cells(coded.b_dtype, matrix.coded.zero_point is None)).abs_()
-    cells = cells[: values.size(0), : values.size(1)]
+    cells = cell_sizes(matrix.coded)[: values.size(0), : values.size(1)]
     power = float(values.square().sum(dtype=torch.float64))
     rounding = float(cells.square().sum(dtype=torch.float64)) / 12
     resolution = math.sqrt(rounding / power) if power else 0.0
@@ -119,6 +151,20 @@ def own_faults(matrix: Matrix) -> Iterator[CheckFinding]:
         found = f"{float(values[0, 0]):.4g}"
         yield CheckFinding("constant", "All weights are the same number.", "", found, where=where)
         return
+    codes = values if matrix.coded is None else matrix.coded.packed
+    if any(_has_run(axis.flatten()) for axis in (codes, codes.t())):
+        what = "A run of weights is stored as the same number: a part of the file may be lost."
+        yield CheckFinding("hole", what, is_damage=False, where=where)
+    if (
+        matrix.coded is not None
+        and (share := float(lost_weights(matrix.coded).float().mean())) > MANY_LOST
+    ):
+        what = (
+            "Scales are zero above codes that are not: every loader takes these weights for zero."
+        )
+        yield CheckFinding(
+            "zero", what, "", f"{share:.1%} of the weights", is_damage=False, where=where
+        )
     typical = float(largest[largest > 0].median())
     spike = float(largest.max()) / typical
     if spike >= _SPIKE_NOTICE:
@@ -141,6 +187,12 @@ def own_faults(matrix: Matrix) -> Iterator[CheckFinding]:
             gain > _DAMAGED_GAIN,
             where,
         )
+
+
+def _has_run(numbers: torch.Tensor) -> bool:
+    """Return whether an aligned run of numbers is the same one."""
+    runs = numbers[: len(numbers) // _RUN * _RUN].view(-1, _RUN)
+    return bool((runs == runs[:, :1]).all(1).any())
 
 
 # --- gate and up ---------------------------------------------------------------------------------------------
@@ -219,20 +271,48 @@ _LEAST = 0.004  # a tangent that counts as one of rounding, whose error may be z
 _CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
 # limit of the logarithm of the gain: by the squared tangent, beside it, at most
 _GAIN_BY_TANGENT, _GAIN_BESIDE, _GAIN_MOST = 6.0, 0.004, 0.64
+_NEAREST = 1.15  # tangent of a matrix that was rounded to nearest, at most
 _SUSPECT = 1.8  # tangent, of the formats' rounding, from which an explanation is looked for
+_COARSE = 0.5  # logarithm of a gain that rounding of few levels explains
 _SPREAD = 0.02  # of logarithms of factors, that are not the same number
 _SIGNATURE, _NUM_ROWS = 64, 192  # numbers by which a row is found, and rows that are looked for
+_LEAST_SIZE = 16  # of rows that are looked for: shorter ones are alike by chance
 # share of these rows that must be found; cosine of a row that is the same
 _FOUND, _SAME_ROW = 0.9, 0.6
-ORDERED = "the original's in another order"
 
 
 @dataclass(frozen=True, eq=False)
-class Gains:
-    """Factors of the rows [N] and columns [K] of a matrix, of the median one."""
+class RowOrder:
+    """Order of rows, or columns, in words, and the original's number of each: none where some are another matrix's."""
+
+    text: str
+    numbers: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Change that makes this matrix of the original's: its rows and columns are put in order, then scaled.
+
+    rows, columns: factors, [N] and [K]; the columns' median is 1. limit: of the logarithm of the
+    gain that rounding explains.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor
+    row_order: RowOrder | None = None
+    column_order: RowOrder | None = None
+    limit: float = 0.0
+
+    def of(self, w: torch.Tensor) -> torch.Tensor:
+        """Apply the change."""
+        for order, axis in ((self.row_order, 0), (self.column_order, 1)):
+            if order is not None:
+                w = w.index_select(axis, order.numbers)
+        return w * self.rows[:, None] * self.columns
+
+    def turned(self) -> Change:
+        """Return the change of the transposed matrix."""
+        return Change(self.columns, self.rows, self.column_order, self.row_order, self.limit)
 
 
 @dataclass(eq=False)
@@ -242,8 +322,8 @@ class Comparison:
     error: Frobenius norm of w - d over that of w; 1 if one of both is zero. rounding: the error that the formats'
     rounding explains. tangent: of the angle between d and w.
     nearest: share of codes that are the nearest to the original's weight, NaN without codes. is_wrong: it is not this
-    matrix of the original, and nothing in it explains why. gains: factors of rows and columns, where it is scaled.
-    order: the original's number of each row (of down: column), where all are there in another order.
+    matrix of the original, and nothing in it explains why. change: what explains it, which another projection may make
+    up for; change_fault: it in words, if none does.
     """
 
     error: float
@@ -252,8 +332,13 @@ class Comparison:
     nearest: float = math.nan
     faults: list[CheckFinding] = field(default_factory=list)
     is_wrong: bool = False
-    gains: Gains | None = None
-    order: torch.Tensor | None = None
+    change: Change | None = None
+    change_fault: CheckFinding | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether nothing but rounding, or a calibration, was found."""
+        return not (self.faults or self.is_wrong or self.change)
 
     @property
     def distance(self) -> float:
@@ -270,7 +355,8 @@ def _sum(values: torch.Tensor) -> float:
     return float(values.sum(dtype=torch.float64))
 
 
-def _cosine(d: torch.Tensor, w: torch.Tensor) -> float:
+def cosine(d: torch.Tensor, w: torch.Tensor) -> float:
+    """Return the cosine of the angle between two tensors; 0 if one is zero."""
     powers = _sum(d.square()) * _sum(w.square())
     return _sum(d * w) / math.sqrt(powers) if powers > 0 else 0.0
 
@@ -286,12 +372,7 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     d, w = matrix.values, original.values
     result = Comparison(0.0, math.hypot(matrix.resolution, original.resolution), 0.0)
     result.faults += _bias_faults(matrix, original)
-    rows = RowSums(
-        w.square().sum(1, dtype=torch.float64),
-        d.square().sum(1, dtype=torch.float64),
-        (w * d).sum(1, dtype=torch.float64),
-    )
-    power, decoded, dot = (float(sums.sum()) for sums in (rows.power, rows.decoded, rows.dot))
+    power, decoded, dot = (_sum(products) for products in (w.square(), d.square(), w * d))
     if not power and not decoded:
         return result
     if not power or not decoded:
@@ -301,49 +382,47 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
             fault = CheckFinding("zero", "All weights are zero, and the original's are not.")
         result.faults.append(fault)
         return result
-    cosine = dot / math.sqrt(power * decoded)
+    angle = dot / math.sqrt(power * decoded)
     difference = w - d
     result.error = math.sqrt(_sum(difference.square()) / power)
-    result.tangent = tangent_of(cosine)
+    result.tangent = tangent_of(angle)
     if matrix.cells is not None:
         result.nearest = float((difference.abs() <= 0.51 * matrix.cells).float().mean())
-    is_near = cosine >= least_cosine(result.rounding, d.numel())
-    gain, limit = dot / power, _gain_limit(result)
+    is_near = angle >= least_cosine(result.rounding, d.numel())
+    gain, limit = dot / power, _gain_limit(max(result.tangent, result.rounding))
     is_scaled = is_near and abs(math.log(gain)) > limit
-    explained = None
-    if is_scaled or result.distance > _SUSPECT:
-        explained = next(_explanations(result, role, matrix, originals), None)
-    if explained is not None:
-        if explained.kind != "column-scales":
-            result.faults.append(explained)
-    elif is_scaled:
-        result.faults.append(_factor(matrix, gain, limit))
-    elif (bad := _bad_rows(result, matrix, original, rows, is_near=is_near)) is not None:
-        text = f"{len(bad)} of {len(d)}, the first is row {int(bad[0])}"
-        order = _order_of(d, originals, role, bad)
+    if (is_scaled or result.distance > _SUSPECT) and _explain(
+        result, role, matrix, originals, is_scaled=is_scaled
+    ):
+        return result
+    for unit, given, theirs in (
+        ("row", matrix, original),
+        ("column", matrix.turned(), original.turned()),
+    ):
+        bad = _bad_rows(result, given, theirs, is_near=is_near)
+        if bad is None or (unit == "column" and not _is_rounded_beside(bad, result, given, theirs)):
+            continue
+        order = _order_of(d, originals, role, bad) if unit == "row" else None
         what = "not the original's" if order is None else order.text
-        result.faults.append(
-            CheckFinding("rows", f"Some rows are {what}.", "the original's rows", text)
-        )
-    else:
-        result.is_wrong = not is_near
+        text = f"{len(bad)} of {len(given.values)}, the first is {unit} {int(bad[0])}"
+        expected = f"the original's {unit}s"
+        fault = CheckFinding(f"{unit}s", f"Some {unit}s are {what}.", expected, text)
+        result.faults.append(fault)
+        return result
+    result.is_wrong = not is_near
     return result
 
 
 def _bias_faults(matrix: Matrix, original: Matrix) -> Iterator[CheckFinding]:
     given, expected = matrix.bias, original.bias
-    if given is None and expected is None:
-        return
-    if given is None or expected is None:
-        yield CheckFinding("bias", "One of the checkpoint and the original has biases.")
-    elif not torch.allclose(given.float(), expected.float(), rtol=2.0**-6, atol=1e-6):
-        row = int((given.float() - expected.float()).abs().argmax())
-        texts = f"{float(expected[row]):.4g} in row {row}", f"{float(given[row]):.4g}"
-        yield CheckFinding("bias", "The bias is not the original's.", *texts)
+    is_same = given is expected  # none
+    if given is not None and expected is not None:
+        is_same = torch.allclose(given.float(), expected.float(), rtol=2.0**-6, atol=1e-6)
+    if not is_same:
+        yield CheckFinding("bias", "The bias is not the original's.")
 
 
-def _gain_limit(result: Comparison) -> float:
-    tangent = max(result.tangent, result.rounding)
+def _gain_limit(tangent: float) -> float:
     return min(_GAIN_BY_TANGENT * tangent**2 + _GAIN_BESIDE, _GAIN_MOST)
 
 
@@ -362,21 +441,15 @@ def _factor(matrix: Matrix, gain: float, limit: float) -> CheckFinding:
     return CheckFinding("factor", what, f"within a factor of {math.exp(limit):.3f}", found)
 
 
-@dataclass(frozen=True, eq=False)
-class RowSums:
-    """Sums over each row, float64 [N]: power of w², decoded of d², dot of w·d."""
-
-    power: torch.Tensor
-    decoded: torch.Tensor
-    dot: torch.Tensor
-
-
 def _bad_rows(
-    result: Comparison, matrix: Matrix, original: Matrix, rows: RowSums, *, is_near: bool
+    result: Comparison, matrix: Matrix, original: Matrix, *, is_near: bool
 ) -> torch.Tensor | None:
     """Return the rows that are not the original's; None if there are none, or hardly any others."""
-    power = rows.power
-    cosines = (rows.dot / (power * rows.decoded).sqrt()).nan_to_num(1.0)
+    d, w = matrix.values, original.values
+    power, decoded, dots = (
+        products.sum(1, dtype=torch.float64) for products in (w.square(), d.square(), w * d)
+    )
+    cosines = (dots / (power * decoded).sqrt()).nan_to_num(1.0)
     tangent = max(result.tangent if is_near else 0.0, result.rounding, _LEAST)
     own = torch.zeros_like(power)  # squared error by the cells of both
     for cells in (matrix.cells, original.cells):
@@ -385,76 +458,133 @@ def _bad_rows(
     own /= power
     error = own.sqrt().nan_to_num(0.0, 0.0, 0.0).clamp_min(tangent)
     limit = (1 + (_FURTHER * error).square()).rsqrt()
-    chance = _CHANCE * tangent**2 / (1 + tangent**2) / math.sqrt(matrix.values.size(1))
-    is_lost = (rows.decoded == 0) & (power > 1e-3 * power.mean())
+    chance = _CHANCE * tangent**2 / (1 + tangent**2) / math.sqrt(d.size(1))
+    is_lost = (decoded == 0) & (power > 1e-3 * power.mean())
     bad = ((cosines < limit - chance) | is_lost).nonzero().flatten()
     return bad if 0 < len(bad) < 0.9 * len(power) else None
+
+
+def _is_rounded_beside(
+    bad: torch.Tensor, result: Comparison, matrix: Matrix, original: Matrix
+) -> bool:
+    """Return whether the rows that are not bad were rounded to nearest: calibrations treat some far worse."""
+    is_good = torch.ones(len(matrix.values), dtype=torch.bool)
+    is_good[bad] = False
+    tangent = tangent_of(cosine(matrix.values[is_good], original.values[is_good]))
+    return tangent < _NEAREST * max(result.rounding, _LEAST)
 
 
 # --- explanations --------------------------------------------------------------------------------------------
 
 
-def _explanations(
-    result: Comparison, role: str, matrix: Matrix, originals: Mapping[str, Matrix]
-) -> Iterator[CheckFinding]:
-    """Yield what explains a matrix that is further from the original than rounding, the likeliest first.
+def _explain(
+    result: Comparison,
+    role: str,
+    matrix: Matrix,
+    originals: Mapping[str, Matrix],
+    *,
+    is_scaled: bool,
+) -> bool:
+    """Find what explains a matrix that is further from the original than rounding; return whether anything does.
 
-    An explanation must bring it near, and to half the tangent that it had or to that of rounding.
+    It must bring the matrix near, and to half the tangent that it had or to that of rounding.
     """
     d, w = matrix.values, originals[role].values
-    tangent = result.tangent
-    limit = max(0.5 * tangent, min(1.3 * result.rounding, 0.8 * tangent), _LEAST)
+    limit = max(0.5 * result.tangent, min(1.3 * result.rounding, 0.8 * result.tangent), _LEAST)
     least = least_cosine(result.rounding, d.numel(), _EXPLAINED)
 
     def are_near(decoded: torch.Tensor, original: torch.Tensor) -> bool:
-        cosine = _cosine(decoded, original)
-        return cosine >= least and tangent_of(cosine) < limit
+        found = cosine(decoded, original)
+        return found >= least and tangent_of(found) < limit
 
-    if are_near(d, -w):
-        yield CheckFinding("sign", "The weights are the original's with the other sign.")
-    rows, columns = _rank_one(d, w)
-    is_positive = min(float(rows.min()), float(columns.min())) > 0
-    row_spread, column_spread = (
-        float(factors.clamp_min(1e-30).log().std()) for factors in (rows, columns)
-    )
-    is_spread = max(row_spread, column_spread) > _SPREAD
-    if is_positive and is_spread and are_near(d, w * rows * columns):
-        result.gains = Gains(rows.flatten() / rows.median(), columns / columns.median())
-        if column_spread > max(_SPREAD, 0.25 * row_spread):
-            yield CheckFinding("column-scales", "The columns are scaled.")
+    changes = _changes(role, d, originals, result.rounding)
+    change = next((change for change in changes if are_near(d, change.of(w))), None)
+    if change is None and is_scaled:
+        gain = _sum(d * w) / _sum(w.square())
+        change = Change(torch.full((len(d),), gain), torch.ones(d.size(1)))
+    faults = []
     if matrix.coded is not None and matrix.coded.column_groups is None:
-        for fault, decoded, original in _scale_faults(matrix, w):
-            if are_near(decoded, original):
-                yield fault
-    if result.gains is not None:
-        yield _scale_fault(rows, "rows")
-    if are_near(d, w.t().reshape(d.shape)) or are_near(d, w.reshape(d.shape[::-1]).t()):
+        faults = [fault for fault, *pair in _scale_faults(matrix, w) if are_near(*pair)]
+    if change is not None:
+        is_even = spread(change.rows) == spread(change.columns) == 0
+        is_named = faults and not is_even and not change.row_order and not change.column_order
+        tangent = tangent_of(cosine(d, change.of(w)))
+        result.change = replace(change, limit=_gain_limit(max(tangent, result.rounding)))
+        result.change_fault = faults[0] if is_named else _change_fault(result.change, matrix)
+    elif faults:
+        result.faults.append(faults[0])
+    elif are_near(d, w.t().reshape(d.shape)) or are_near(d, w.reshape(d.shape[::-1]).t()):
         what = "The matrix is the original's, transposed."
-        yield CheckFinding("transposed", what, "[out, in]", "[in, out]")
-    yield from _order_faults(result, role, d, originals)
+        result.faults.append(CheckFinding("transposed", what, "[out, in]", "[in, out]"))
+    elif (order := _order_of(d, originals, role, torch.arange(len(d)))) is not None:
+        kind = "rows" if len(order.numbers) else "gate-up-rows"
+        result.faults.append(CheckFinding(kind, f"The rows are {order.text}."))
+    else:
+        return False
+    return True
 
 
-def _order_faults(
-    result: Comparison, role: str, d: torch.Tensor, originals: Mapping[str, Matrix]
-) -> Iterator[CheckFinding]:
-    if order := _order_of(d, originals, role, torch.arange(len(d))):
-        result.order = order.rows
-        kind = "gate-up-rows" if "gate and up" in order.text else "rows"
-        yield CheckFinding(kind, f"The rows are {order.text}.")
-    turned = {role: replace(originals[role], values=originals[role].values.t().contiguous())}
-    if order := _order_of(d.t().contiguous(), turned, role, torch.arange(d.size(1))):
-        result.order = order.rows
-        yield CheckFinding("columns", f"The columns are {order.text}.")
+def _changes(
+    role: str, d: torch.Tensor, originals: Mapping[str, Matrix], rounding: float
+) -> Iterator[Change]:
+    """Yield changes that may explain a matrix, the likeliest first."""
+    w = originals[role].values
+    yield _scaled(d, w, rounding)
+    order = _order_of(d, originals, role, torch.arange(len(d)))
+    if order is not None and len(order.numbers):
+        yield replace(_scaled(d, w[order.numbers], rounding), row_order=order)
+    turned = {role: originals[role].turned()}
+    order = _order_of(d.t().contiguous(), turned, role, torch.arange(d.size(1)))
+    if order is not None and len(order.numbers):
+        yield replace(_scaled(d, w[:, order.numbers], rounding), column_order=order)
 
 
-def _rank_one(d: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors of rows [N, 1] and of columns [K] by which w is nearest to d."""
+def spread(factors: torch.Tensor) -> float:
+    """Return the standard deviation of the logarithms of factors."""
+    found = float(factors.abs().clamp_min(1e-30).log().std(correction=0))
+    return found if found > 1e-3 else 0.0
+
+
+def is_one(product: torch.Tensor, factors: torch.Tensor, limit: float = 0.1) -> bool:
+    """Return whether a product of factors is 1, but for errors of their estimates.
+
+    limit: of the logarithm of its median; where it is so large, rounding may hide factors of one of the matrices.
+    """
+    if bool((product <= 0).any()):
+        return False
+    is_near = abs(float(product.log().median())) < limit
+    return is_near and (limit > _COARSE or spread(product) < max(0.06, 0.5 * spread(factors)))
+
+
+def _scaled(d: torch.Tensor, w: torch.Tensor, rounding: float) -> Change:
+    """Return factors of rows and columns by which w is nearest to d; one number where they differ by chance."""
     products, squares = d * w, w.square()
-    rows = torch.ones(len(d))
+    columns = torch.ones(d.size(1))
+    if products.sum(0).abs().sum() > products.sum(1).abs().sum():  # columns of both signs
+        columns = products.sum(0).sign()
     for _ in range(2):
-        columns = (rows @ products) / (rows.square() @ squares).clamp_min(1e-30)
         rows = (products @ columns) / (squares @ columns.square()).clamp_min(1e-30)
-    return rows[:, None], columns
+        columns = (rows @ products) / (rows.square() @ squares).clamp_min(1e-30)
+    rows, columns = rows * columns.abs().median(), columns / columns.abs().median()
+    if spread(rows) < max(_SPREAD, 3 * rounding / math.sqrt(d.size(1))):
+        rows = rows.abs().median() * rows.sign()
+    if spread(columns) < max(_SPREAD, 3 * rounding / math.sqrt(len(d))):
+        columns = columns.sign()
+    return Change(rows, columns)
+
+
+def _change_fault(change: Change, matrix: Matrix) -> CheckFinding:
+    """Describe a change that nothing makes up for."""
+    for kind, order in (("rows", change.row_order), ("columns", change.column_order)):
+        if order is not None:
+            return CheckFinding(kind, f"The {kind} are {order.text}.")
+    if float(change.rows.min()) < 0 or float(change.columns.min()) < 0:
+        return CheckFinding("sign", "The weights are the original's with the other sign.")
+    if spread(change.rows) == spread(change.columns) == 0:
+        return _factor(matrix, float(change.rows.median()), change.limit)
+    if spread(change.rows) >= spread(change.columns):
+        return _scale_fault(change.rows, "rows")
+    return _scale_fault(change.columns * change.rows.median(), "columns")
 
 
 def _scale_fault(gains: torch.Tensor, unit: str, more: str = "") -> CheckFinding:
@@ -504,14 +634,6 @@ def _scale_faults(
     yield CheckFinding("zero-points", what), d - spread(offsets), w
 
 
-@dataclass(frozen=True, eq=False)
-class RowOrder:
-    """Order of rows, in words, and where no rule describes it, the original's number of each row."""
-
-    text: str
-    rows: torch.Tensor | None = None
-
-
 def _order_of(
     d: torch.Tensor, originals: Mapping[str, Matrix], role: str, chosen: torch.Tensor
 ) -> RowOrder | None:
@@ -527,31 +649,34 @@ def _order_of(
     signatures = torch.nn.functional.normalize(pool @ signs)
 
     def owners(rows: torch.Tensor) -> torch.Tensor:
-        return (d[rows] @ signs @ signatures.t()).argmax(1)
+        return (d[rows] @ signs @ signatures.t()).abs().argmax(1)
 
     owner = owners(picked)
     cosines, own_cosines = (
-        torch.nn.functional.cosine_similarity(d[picked], pool[rows])
+        torch.nn.functional.cosine_similarity(d[picked], pool[rows]).abs()
         for rows in (owner, picked + start)
     )
     is_found = cosines > _SAME_ROW
     # and clearly nearer there
     is_elsewhere = is_found & (1 - cosines < 0.5 * (1 - own_cosines))
-    if len(picked) < 2 or float(is_elsewhere.float().mean()) < _FOUND:
+    if len(picked) < 2 or d.size(1) < _LEAST_SIZE or float(is_elsewhere.float().mean()) < _FOUND:
         return None
     owner, picked = owner[is_found], picked[is_found]
     place = picked + start
     if len(roles) == 2 and torch.equal(owner, place // 2 + place % 2 * num_rows):
-        return RowOrder("gate and up in turns: alternating rows were cut in halves")
+        return RowOrder("gate and up in turns: alternating rows were cut in halves", owner[:0])
     if len(roles) == 2 and torch.equal(owner, picked * 2 + index):
-        return RowOrder("every second one of gate and up: halves were cut as alternating rows")
+        return RowOrder(
+            "every second one of gate and up: halves were cut as alternating rows", owner[:0]
+        )
     if not bool(((owner >= start) & (owner < start + num_rows)).all()):
         return None
-    shift = (owner - place) % num_rows
+    shift, numbers = (owner - place) % num_rows, torch.arange(len(d))
     if bool((shift == shift[0]).all()):
         by = int(shift[0])
-        return RowOrder(f"shifted by {by if by <= num_rows // 2 else by - num_rows}")
+        text = f"shifted by {by if by <= num_rows // 2 else by - num_rows}"
+        return RowOrder(text, (numbers + by) % num_rows)
     if torch.equal(owner - start, picked ^ 1):
-        return RowOrder("exchanged in pairs, as by the other order of codes in a byte")
-    rows = torch.cat([owners(rows) for rows in torch.split(torch.arange(len(d)), 256)])
-    return RowOrder(ORDERED, rows - start)
+        return RowOrder("exchanged in pairs, as by the other order of codes in a byte", numbers ^ 1)
+    rows = torch.cat([owners(rows) for rows in torch.split(numbers, 256)])
+    return RowOrder("the original's in another order", (rows - start).clamp(0, num_rows - 1))

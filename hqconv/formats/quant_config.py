@@ -219,6 +219,9 @@ def methods() -> dict[str, QuantMethod]:
     return dict(sorted(METHODS.items()))
 
 
+_MLX = ("group_size", "bits", "mode")  # its only keys that are no modules
+
+
 @dataclass(frozen=True)
 class DeclaredFormats:
     """The formats that a config declares. method: its quant_method, "none" without one.
@@ -314,5 +317,13 @@ def _method_name(config: ConfigReader) -> str:
             return "bitsandbytes"
         if config.has("quantization"):
             return "modelopt"
+        if config.has("bits") and all(key in _MLX or "." in key for key in config.values):
+            raise RequestError(
+                "This is an MLX checkpoint: its quantization is for Apple's library alone.",
+                where="quantization_config",
+                expected=", ".join(methods()),
+                found=", ".join(key for key in config.values if key in _MLX),
+                remedy="Convert the original checkpoint that it was made from.",
+            )
     name = config.text("quant_method")
     return ALIASES.get(name, name)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.models.families import INDEX, TOP_K_KEYS, Family
 from hqconv.models.tensor_names import FamilyChoice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers, may_change
-from hqconv.schemas.artifact_names import Config
+from hqconv.schemas.artifact_names import Config, text_config
 from hqconv.schemas.grid import MAX_SIZE
 
 Size = tuple[str, int]  # the config key of a value, "" if from shapes, and the value
 REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
 TWICE = "Leave one of both in the files: they may belong to two versions of the model."
 _UNUSABLE = "A value of config.json is not usable."
+
+# Keys that change what a model computes; those that a publisher may mean to change, such as for longer contexts.
+_FUNCTION = re.compile(
+    r"top_?k|per_tok|scor|routed_scal|n_group|hidden_act|activation|rope|rotary|theta|_eps(?:ilon)?$|_heads$|head_dim|"
+    r"sliding|layer_types|limit|softcap|tie_word|qk_norm|multiplier|beta|alpha|factor"
+)
+MEANT_KEYS = re.compile(
+    r"aux|loss|output_|rope_type|^factor|beta_|attention_factor|max_position|original_max|mscale"
+)
+_USUAL = (None, False, 0, 1, "default")
 
 
 @dataclass(frozen=True)
@@ -214,6 +226,29 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
         expected = f"a {'' if is_signed else 'positive '}number below {MAX_SIZE}"
         raise contradiction(_UNUSABLE, key, expected, repr(text[key]))
     return float(value)
+
+
+def function_changes(config: Config, original: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield keys that change what a model computes: the original's value and the config's, None for an absent key.
+
+    Keys that one of both lacks, and that have a usual value in the other, are left out.
+    """
+    ours, theirs = _function_of(config), _function_of(original)
+    for key in sorted(ours.keys() | theirs.keys()):
+        found, expected = ours.get(key), theirs.get(key)
+        is_usual = key not in ours.keys() & theirs.keys() and (found or expected) in _USUAL
+        numbers = [value for value in (found, expected) if isinstance(value, int | float)]
+        is_same = found == expected or (len(numbers) == 2 and math.isclose(*numbers, rel_tol=1e-6))
+        if not is_same and not is_usual:  # GGUF has float32
+            yield key, expected, found
+
+
+def _function_of(config: Config) -> dict[str, Any]:
+    text = {**text_config(config)}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = text.pop(key, None)
+        text |= rope if isinstance(rope, dict) else {}
+    return {key: value for key, value in text.items() if _FUNCTION.search(key)}
 
 
 def config_number(text: Config, keys: tuple[str, ...], layer: int) -> Size | None:

@@ -35,6 +35,7 @@ from hqconv.models.tensor_names import (
     name_pattern,
     refuse_leftovers,
     unmatched_error,
+    without_wrappers,
 )
 from hqconv.schemas.tensors import FLOATS, TensorRef
 
@@ -233,6 +234,7 @@ def map_experts(
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     refuse_leftovers(copied)
+    _check_one_prefix([*(layer.name for layer in layers), *copied])
     check_routers(layers, copied, tensors, is_own_row=choice.is_own_row)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), (
         "an expert tensor was counted twice"
@@ -259,6 +261,20 @@ def _check_one_module(layers: Iterable[str]) -> None:
         if first != name:
             what = "A layer has its experts twice."
             raise contradiction(what, name, "one module of experts", f"also {first}", TWICE)
+
+
+def _check_one_prefix(names: Iterable[str]) -> None:
+    """Check that the decoder's layers lie under one path: `model.layers` or `model.language_model.layers`, not both."""
+    found: dict[str, str] = {}
+    for name in names:
+        stack = decoder_layer(name).rstrip(".").rpartition(".")[0]
+        first = found.setdefault(without_wrappers(stack), name)
+        if stack and not first.startswith(f"{stack}."):
+            what = "Layers of the decoder lie under two prefixes: a server loads those of one."
+            remedy = (
+                "Rename the tensors to the names of the model's class, or save the model again."
+            )
+            raise contradiction(what, name, "one prefix for all layers", f"also {first}", remedy)
 
 
 def _names(layer: MoeLayer) -> Iterable[str]:

@@ -8,6 +8,7 @@ Legend: E experts, I intermediate size, H hidden size. Roles: w1 gate, w3 up (bo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -239,6 +240,19 @@ class MoeLayer:
     def num_bytes(self) -> int:
         """Source bytes of all experts."""
         return sum(ref.num_bytes for expert in range(self.num_experts) for ref in self.refs(expert))
+
+    def bits_of_weight(self, expert: int) -> float:
+        """Return the stored bits of a weight of an expert's smallest projection.
+
+        A tensor of several projections counts in shares, and some projections may be padded.
+        """
+        tensors = self.sources[expert].values()
+        shares = Counter((ref.file, ref.offset_bytes) for refs in tensors for ref in refs.values())
+        least_bytes = min(
+            sum(ref.num_bytes / shares[ref.file, ref.offset_bytes] for ref in refs.values())
+            for refs in tensors
+        )
+        return 8 * least_bytes / (self.hidden_size * self.intermediate_size)
 
     def parts_to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the slice of every part of every projection, for JSON."""

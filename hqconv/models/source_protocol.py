@@ -5,17 +5,22 @@ Three parts: the headers, from which a conversion is planned, the bytes, and the
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from hqconv.formats.quant_config import declared_formats
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import MoeLayer, RawExperts
-from hqconv.schemas.tensors import TensorRef, torch_dtype
+from hqconv.models.moe_layer import MoeLayer, RawExperts, TensorRefs
+from hqconv.models.tensor_names import decoder_layer, is_router, lost_modules, without_wrappers
+from hqconv.schemas.artifact_names import text_config
+from hqconv.schemas.tensors import DTYPES, FLOATS, TensorRef, TensorSpec, num_bits, torch_dtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from hqconv.formats.encoding import SourceMatrix
+    from hqconv.formats.quant_config import DeclaredFormats
+
+
+# names of static scales of activations, for which weights need no decoding
+INPUT_SCALE = re.compile(r"(?:^|[._])(?:input|activation|output)_(?:global_)?scale(?:_2)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,33 @@ class Source(SourceHeaders, SourceBytes, SourceFiles, Protocol):
         ...
 
 
+def read_rows(source: Source, ref: TensorRef, num_values: int) -> Iterator[torch.Tensor]:
+    """Read a tensor in runs of whole rows of about `num_values`, float32 [rows, columns]; a vector is one row."""
+    import torch
+
+    num_columns = math.prod(ref.shape[1:] if len(ref.shape) > 1 else ref.shape)
+    row_bytes = num_columns * num_bits(ref.dtype) // 8
+    step = max(num_values // num_columns, 1) * row_bytes
+    for start in range(0, ref.num_bytes, step):
+        data = torch.empty(min(step, ref.num_bytes - start), dtype=torch.uint8)
+        source.read_into(ref, data.numpy().data, start)
+        yield data.view(torch_dtype(ref.dtype)).view(-1, num_columns).float()
+
+
+def read_module(
+    source: Source, declared: DeclaredFormats, parts: TensorRefs, shape: tuple[int, int]
+) -> SourceMatrix:
+    """Decode the weight of a module beside the experts. Raises InputError or RequestError for one that is not known."""
+    from hqconv.formats.encoding import decode_matrix, resolve_format
+
+    module = next(iter(parts.values())).name.rpartition(".")[0]
+    headers = {part: TensorSpec(*ref[:3]) for part, ref in parts.items()}
+    fmt = resolve_format(declared.of(module), headers, *shape)
+    tensors = {part: read_tensor(source, parts[name]) for part, name in fmt.used.items()}
+    names = {part: parts[name].name for part, name in fmt.used.items()}
+    return decode_matrix(fmt.format, tensors, shape, names)
+
+
 def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
     """Read a tensor to the CPU, in its stored dtype. Raises InputError as `Source.read_into`."""
     import torch
@@ -183,3 +220,66 @@ def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
     host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
     source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
     return host
+
+
+class DenseTensors:
+    """The copied tensors of a checkpoint, by module without the names of wrappers, and by part.
+
+    layers: those of which tensors are read, None for all. max_weights: of a matrix that is decoded whole; 0 for a
+    sample, of whose matrices only routers are read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        experts: ExpertMap,
+        layers: Iterable[MoeLayer] | None,
+        max_weights: int,
+    ) -> None:
+        self.source, self.max_weights = source, max_weights
+        self.places = None if layers is None else {decoder_layer(layer.name) for layer in layers}
+        self.is_decoded = source.reference() is not None  # from GGUF
+        self.modules: dict[str, dict[str, TensorRef]] = {}
+        for name in experts.copied:
+            module, _, part = name.rpartition(".")
+            self.modules.setdefault(without_wrappers(module), {})[part] = source.tensors[name]
+        # of a repo each would be a request
+        dropped = experts.dropped if source.listing is None else ()
+        self.input_scales = [source.tensors[name] for name in dropped if INPUT_SCALE.search(name)]
+        self.declared = declared_formats(source.quantization, text_config(source.config))
+
+    def is_read(self, ref: TensorRef) -> bool:
+        """Return whether a tensor has values that are looked at."""
+        place = decoder_layer(ref.name)
+        is_chosen = self.places is None or not place or place in self.places
+        is_small = len(ref.shape) < 2 or is_router(ref.name) or self.max_weights > 0
+        return ref.num_bytes > 0 and is_chosen and is_small and bool(DTYPES[ref.dtype].torch)
+
+    def common(self, original: DenseTensors) -> list[str]:
+        """Return the modules that an original has as well and that are read, norms first."""
+        return sorted(
+            (
+                module
+                for module, parts in self.modules.items()
+                if module in original.modules and any(map(self.is_read, parts.values()))
+            ),
+            key=lambda module: "norm" not in module,
+        )
+
+    def is_coded_otherwise(self, original: DenseTensors, module: str) -> bool:
+        """Return whether a module is quantized in one of both, or in both in another way."""
+        both = [tensors.modules[module] for tensors in (self, original)]
+        forms = [{(part, *ref[1:3]) for part, ref in parts.items()} for parts in both]
+        dtypes = {ref.dtype for parts in both for ref in parts.values()}
+        return forms[0] != forms[1] and not dtypes <= {*FLOATS, "F64", "I64"}
+
+    def lost(self, original: DenseTensors) -> Iterator[tuple[str, bool]]:
+        """Yield a tensor of each module of the original that is lost, and whether it may be here otherwise."""
+        text = text_config(self.source.config)
+        is_tied = self.source.config.get(
+            "tie_word_embeddings", text.get("tie_word_embeddings", True)
+        )
+        for module, is_renamed in lost_modules(self.modules, original.modules):
+            parts = original.modules[module]
+            if not (module == "lm_head" and is_tied) and "inv_freq" not in parts:
+                yield next(iter(parts.values())).name, is_renamed

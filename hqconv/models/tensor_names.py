@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -23,13 +23,14 @@ from hqconv.models.families import (
     Family,
 )
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.tensors import FLOATS, TensorRef
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
 _SUM_BIAS = ".mlp.experts.bias"  # nomic_bert's, of the weighted sum
 # Every pattern treats all indices alike: names that differ only in indices match together or not at all.
 _INDICES = re.compile(rf"(?<=\.){INDEX}(?=\.)")
+_WRAPPERS_OF_DECODER = re.compile(r"(?:(?:model|language_model|text_model|language|llm)\.)+")
 _SHARED = ("shared_expert.", "shared_experts.")  # dense, though a stack in some
 
 
@@ -205,6 +206,12 @@ _TRAINING = (
 )
 _DECODER_LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]+\.")
 _MAX_ZERO_EXPERTS = 16  # rows of a router without experts: fewer than any other matrix has
+# whose last dimension is the hidden size
+_OF_HIDDEN = re.compile(
+    r"(?:norm|layers\.\d+\.(?:(?:input|post_attention)_layernorm|(?:mlp|block_sparse_moe)\.gate))\.weight"
+)
+INTEGERS = ("BOOL", "U8", "I8", "I16", "I32", "I64")
+_NORM = re.compile(r"(?:[\w.]+\.)?\w*norm\w*\.(?:weight|bias)")
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|wg|\w*router\w*)(?:\.|$)")
 
 
@@ -228,9 +235,106 @@ def decoder_layer(name: str) -> str:
     return found[0] if found else ""
 
 
+def without_wrappers(name: str) -> str:
+    """Return a name without the modules that a decoder lies in: `model.language_model.norm` is `norm`."""
+    found = _WRAPPERS_OF_DECODER.match(name)
+    return name[found.end() :] if found else name
+
+
 def is_router(name: str) -> bool:
     """Return True for the name of a router's tensor within a decoder layer, such as its weight or bias."""
     return "attn" not in name and _ROUTER.search(name[len(decoder_layer(name)) :]) is not None
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the name of a norm's weight or bias."""
+    return _NORM.fullmatch(name) is not None
+
+
+def is_end(name: str) -> bool:
+    """Return True for the name of the embedding or the output head."""
+    return without_wrappers(name) in ("embed_tokens.weight", "lm_head.weight")
+
+
+def header_faults(
+    modules: Iterable[Mapping[str, TensorRef]], text: Config
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield copied tensors, by module and part, whose dtype or shape cannot be: name, what, expected, found."""
+    hidden, vocabulary = text.get("hidden_size"), text.get("vocab_size")
+    for parts in modules:
+        is_quantized = any("scale" in part for part in parts)
+        for ref in (parts[part] for part in ("weight", "bias") if part in parts):
+            is_float = is_quantized or ref.dtype not in INTEGERS
+            if not is_float and (is_router(ref.name) or is_norm(ref.name)):
+                what = "A router or norm is stored as integers: its values are lost."
+                yield ref.name, what, "floats", ref.dtype
+        weight = parts.get("weight")
+        if weight is None or weight.dtype not in FLOATS or not hidden:
+            continue
+        is_short = (
+            isinstance(vocabulary, int) and weight.shape[0] < vocabulary and is_end(weight.name)
+        )
+        is_wide = (
+            is_end(weight.name) or _OF_HIDDEN.fullmatch(without_wrappers(weight.name)) is not None
+        )
+        if is_short or (is_wide and weight.shape[-1:] != (hidden,)):
+            what = "A tensor beside the experts has another shape than config.json says."
+            expected = f"hidden_size {hidden}, vocab_size {vocabulary} for embedding and head"
+            yield weight.name, what, expected, f"{list(weight.shape)}"
+
+
+def missing_siblings(
+    layers: Iterable[MoeLayer], names: Iterable[str]
+) -> Iterator[tuple[str, list[str], int, bool]]:
+    """Yield tensors beside the experts, and norms, that all MoE layers of the decoder have but few.
+
+    Each by its name within the layer: the paths of layers that lack it and have the module around it, the number of all
+    layers, and whether it is surely lost: first and last layers, and several, may be built otherwise (DeepSeek-V4's
+    first routers have no bias).
+    """
+    moe_layers = {decoder_layer(layer.name): layer for layer in layers if "mtp" not in layer.name}
+    beside: dict[str, set[str]] = {place: set() for place in moe_layers}  # in order
+    modules = {place: {""} for place in moe_layers}
+    for name in names:
+        place = decoder_layer(name)
+        layer = moe_layers.get(place)
+        if layer is None or name.startswith(f"{layer.name}."):
+            continue
+        inner = name[len(place) :]
+        modules[place].add(inner.split(".")[0])
+        if inner.split(".")[0] == layer.name[len(place) :].split(".")[0] or is_norm(inner):
+            beside[place].add(inner)
+    whole = {place: found for place, found in beside.items() if found}
+    ends = (next(iter(whole), ""), next(reversed(whole), ""))
+    for name in sorted(set().union(*whole.values())):
+        parent = name.rpartition(".")[0].rpartition(".")[0].split(".")[0]
+        lacking = [
+            place
+            for place, found in whole.items()
+            if name not in found and parent in modules[place]
+        ]
+        if lacking and len(lacking) <= len(whole) // 4:
+            is_lost = len(lacking) == 1 and lacking[0] not in ends
+            yield name, lacking, len(whole), is_lost
+
+
+def lost_modules(
+    modules: Collection[str], originals: Collection[str]
+) -> Iterator[tuple[str, bool]]:
+    """Yield modules that a checkpoint lacks, and whether they may be there under another name, or left out as a whole.
+
+    Both are named without wrappers.
+    """
+
+    def group(module: str) -> str:
+        return decoder_layer(module) or module.partition(".")[0]
+
+    groups = {group(module) for module in modules}
+    renamed = {group(module) for module in modules if module not in originals}
+    for module in originals:
+        if module not in modules:
+            is_alone = "." in module and group(module) not in groups
+            yield module, is_alone or group(module) in renamed
 
 
 def check_routers(

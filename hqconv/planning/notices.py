@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
+from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.io.checkpoint_files import FrontMatter, has_tokenizer
 from hqconv.kernel_layout.compatibility import why_overflow
-from hqconv.models.config_facts import is_draft, layer_notices
+from hqconv.models.config_facts import DRAFT_LAYERS_KEYS, is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
+from hqconv.models.tensor_names import decoder_layer, is_router, without_wrappers
 from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
@@ -22,7 +25,22 @@ from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.options import RTN
+from hqconv.schemas.tensors import FLOATS
 
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|head|output|embed_out)\.(?:weight|qweight|base_layer)")
+_ENDS_OF_MODEL = (
+    ("embedding", re.compile("emb|wte")),
+    ("norm behind them", re.compile(r"norm|ln_f|layer_norm")),
+)
+# what config.json counts, by which keys, and what its tensors are named
+_COUNTED = (
+    (
+        "layers for multi-token prediction",
+        DRAFT_LAYERS_KEYS,
+        re.compile(r"(?:^|\.)(?:mtp|nextn|eh_proj)"),
+    ),
+    ("shared experts", ("n_shared_experts", "num_shared_experts"), re.compile("share")),
+)
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 
 
@@ -169,6 +187,68 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     if not has_tokenizer((*beside.names, *beside.generated)):
         notices.append(no_tokenizer("source"))
     return notices
+
+
+def loader_notices(checkpoint: Source, experts: ExpertMap) -> Iterator[tuple[str, str, str]]:
+    """Yield what a server's loader does not expect, or misses: its kind in docs/check.md, where, and the text."""
+    for what in _unkept_promises(checkpoint):
+        yield "missing", "", what
+    names, layer = checkpoint.config.get("architectures"), experts.layers[0].name
+    class_name = str(names[0]) if isinstance(names, list) and names else ""
+    is_multimodal = class_name.endswith("ForConditionalGeneration")
+    is_wrapped = without_wrappers(layer) not in (layer, layer.removeprefix("model."))
+    if class_name.endswith("ForCausalLM") and is_wrapped:
+        yield (
+            "loader",
+            layer,
+            f"{class_name} has no such path: the names are those of a multimodal model.",
+        )
+    if is_multimodal and "text_config" in checkpoint.config and layer.startswith("model.layers."):
+        yield (
+            "loader",
+            layer,
+            f"{class_name} has the text model under a path of its own: these are the names of it alone.",
+        )
+    declared = declared_formats(checkpoint.quantization, text_config(checkpoint.config))
+    routers = [name for name in experts.copied if is_router(name)]
+    plain = {
+        name.removesuffix(".weight")
+        for name in experts.copied
+        if name.endswith(".weight") and checkpoint.tensors[name].dtype in FLOATS
+    }
+    has_list = any(declared.leaves_out(module) for module in plain)
+    for name in routers:
+        module, _, part = name.rpartition(".")
+        if name.endswith((".mlp.gate.bias", ".block_sparse_moe.gate.bias")):
+            yield (
+                "loader",
+                name,
+                "No model's class has a bias there: a server refuses it or leaves it out.",
+            )
+        if part == "weight" and has_list and module in plain and not declared.of(module).is_float:
+            yield (
+                "loader",
+                name,
+                "The router is not quantized, and the quantization config does not leave it out.",
+            )
+
+
+def _unkept_promises(checkpoint: Source) -> Iterator[str]:
+    """Yield what config.json counts, or every model has, and no tensor is named."""
+    text, tensors = text_config(checkpoint.config), checkpoint.tensors
+    for what, keys, names in _COUNTED:
+        counts = [text.get(key) for key in keys]
+        is_counted = any(isinstance(count, int) and count > 0 for count in counts)
+        if is_counted and not any(map(names.search, tensors)):
+            yield f"config.json counts {what}, and no tensor is named so: servers leave them out, or invent them."
+    beside_layers = [name for name in tensors if not decoder_layer(name)]
+    has_attention = any(".self_attn." in name for name in tensors)
+    for what, names in _ENDS_OF_MODEL if has_attention else ():
+        if not any(map(names.search, beside_layers)):
+            yield f"The checkpoint has layers and no {what}: a server may fill it with anything."
+    is_tied = checkpoint.config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if is_tied is False and not any(map(_HEAD.search, tensors)):
+        yield "tie_word_embeddings is false, and the checkpoint has no output head: transformers makes a random one."
 
 
 def _halves_notices(experts: ExpertMap) -> list[str]:

@@ -12,6 +12,7 @@ deferred.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,9 @@ from hqconv.cpu_loops import codes as code_loops
 from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
 from hqconv.schemas.tensors import CodeKind, code_bits, parse_code_type
+
+_LOG = logging.getLogger(__name__)
+MANY_LOST = 0.01  # share of weights under scales that underflowed which is worth a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +317,9 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     # In a narrow dtype a group's scale may have underflowed; every loader decodes its weights to 0.
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     # One scale of 0 for the matrix says that all its weights are 0: an expert that was never used.
-    if scale.numel() > 1 and is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
-        _check_zero_scales(coded, scale == 0, where)
+    if scale.numel() > 1 and is_any(scale == 0):
+        is_refused = not is_narrow or bool((scale == 0).all())
+        _check_zero_scales(coded, where, is_refused=is_refused)
     largest = float(code_table(coded.b_dtype, True).max())
     if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
         refuse(
@@ -358,10 +363,37 @@ def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
         )
 
 
-def _check_zero_scales(coded: CodedMatrix, is_zero: torch.Tensor, where: str) -> None:
-    """Refuse a zero scale over nonzero codes, whose weights are lost. All-zero groups often have a zero scale."""
-    is_lost = dequantize(replace(coded, scale=is_zero.float(), scale_2=None)) != 0
-    if bool(is_lost.any()):
+@functools.cache
+def _cells(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Return the distance of each code's value to the farther neighbouring value, float32 [2**bits]."""
+    table = code_table(b_dtype, is_symmetric)
+    ordered = np.unique(table)
+    gaps = np.diff(ordered)
+    wide = np.maximum(np.append(gaps, gaps[-1]), np.insert(gaps, 0, gaps[0]))
+    found: np.ndarray[tuple[int], np.dtype[np.float32]] = wide[np.searchsorted(ordered, table)]
+    return found.astype(np.float32)
+
+
+def cell_sizes(coded: CodedMatrix) -> torch.Tensor:
+    """Return the distance of each weight's code to the farther neighbouring one, float32 [N, K]."""
+    table = _cells(coded.b_dtype, coded.zero_point is None)
+    return dequantize(replace(coded, zero_point=None), table).abs_()
+
+
+def lost_weights(coded: CodedMatrix) -> torch.Tensor:
+    """Return where codes are not zero under a scale that is, bool [N, K]. All-zero groups often have such a scale."""
+    is_zero = (scale_values(coded.scale) == 0).float()
+    return dequantize(replace(coded, scale=is_zero, scale_2=None)) != 0
+
+
+def _check_zero_scales(coded: CodedMatrix, where: str, *, is_refused: bool) -> None:
+    """Refuse scales of zero over nonzero codes, whose weights are lost; else log that there are many."""
+    is_lost = lost_weights(coded)
+    share = float(is_lost.float().mean())
+    if share > MANY_LOST and not is_refused:
+        what = "scales are 0 above codes that are not, and every loader takes these weights for 0"
+        _LOG.warning("%s: %s (%.1f %% of the matrix).", where, what, 100 * share)
+    elif share and is_refused:
         refuse(
             "A scale is zero, but its codes are not.",
             where,

@@ -386,6 +386,9 @@ def _quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         found = candidate.get("quantization_config")
         if isinstance(found, dict):
             return dict(found)
+        mlx = candidate.get("quantization")
+        if isinstance(mlx, dict) and "bits" in mlx:
+            return dict(mlx)
         if found is not None:
             what, where = (
                 "The checkpoint's quantization config is not an object.",

@@ -47,6 +47,17 @@ def test_faults_of_every_format_are_named(name: str, tmp_path: Path) -> None:
     assert check(tmp_path / "src", None)["damage"] == []
 
 
+@pytest.mark.parametrize("name", checkups.RICH)
+def test_what_publishers_do_wrong_is_named(name: str, tmp_path: Path) -> None:
+    """Every fault and every sound change of a whole model in one of the formats each, alone and beside the original."""
+    start = checkups.RICH.index(name)
+    for fault, is_sound, document in checkups.published(name, tmp_path, start, len(checkups.RICH)):
+        if is_sound:
+            assert document["damage"] == [], fault
+        else:
+            assert checkups.is_published_named(fault, document), (fault, document)
+
+
 def test_figures_are_those_of_the_planted_rounding(tmp_path: Path) -> None:
     document = planted("ct-int4-g32", tmp_path, {"nothing": HARMLESS["nothing"]})["nothing"]
     for layer in document["errors"].values():
@@ -188,6 +199,55 @@ NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], 
 }
 
 
+def plain_of(**more: object) -> small.Source:
+    tensors, config = small.plain()
+    return tensors, {**config, **more}
+
+
+def shared_down(tensors: Tensors) -> None:
+    """As of LoRA on gate and up of experts that began as copies of one."""
+    for expert in range(small.E):
+        tensors[name_of(expert, "down_proj")] = tensors[DOWN].clone()
+
+
+NOTICES |= {
+    "one down for all experts": (small.plain, shared_down, "twin"),
+    "text names under a multimodal class": (
+        lambda: plain_of(architectures=["XForConditionalGeneration"], text_config=small.QWEN),
+        lambda x: None,
+        "loader",
+    ),
+    "multimodal names under a text class": (
+        lambda: (
+            {
+                name.replace("model.", "model.language_model.", 1): tensor
+                for name, tensor in small.plain()[0].items()
+            },
+            {**small.QWEN, "architectures": ["Qwen3MoeForCausalLM"]},
+        ),
+        lambda x: None,
+        "loader",
+    ),
+    "second scales of gate alone": (
+        small.nvfp4,
+        lambda x: x[name_of(0, "gate_proj", SCALE_2)].mul_(2),
+        "loader",
+    ),
+    "scales that underflowed": (
+        small.nvfp4,
+        lambda x: (
+            x[name_of(2, "up_proj", "weight_scale")].view(torch.uint8).view(-1)[:1024].zero_()
+        ),
+        "zero",
+    ),
+    "a hole in packed weights": (
+        small.packed_int4,
+        lambda x: x[name_of(2, "up_proj", "weight_packed")].view(-1)[:1024].zero_(),
+        "hole",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", NOTICES)
 def test_what_may_be_meant_is_no_damage(case: str, tmp_path: Path) -> None:
     make, change, kind = NOTICES[case]
@@ -251,6 +311,126 @@ def test_a_tensor_that_the_other_layers_have(tmp_path: Path) -> None:
         finding["where"] == "model.layers.0.input_layernorm.weight"
         for finding in document["notices"]
     )
+
+
+def test_convert_tells_of_scales_that_underflowed(tmp_path: Path) -> None:
+    """A few may have; of a quarter the weights are lost, and every loader takes them for zero."""
+
+    def lose(share: int) -> Path:
+        tensors, config = small.nvfp4()
+        scales = tensors[name_of(2, "up_proj", "weight_scale")].view(torch.uint8).view(-1)
+        scales[: len(scales) * share // 100] = 0
+        return small.save(tmp_path / f"src{share}", (tensors, config))
+
+    for share, is_told in ((0, False), (25, True)):
+        done = call(
+            "convert",
+            lose(share),
+            "-o",
+            tmp_path / f"out{share}",
+            "--schema",
+            "int4",
+            "--device",
+            "cpu",
+        )
+        assert done.exit_code == 0, done.stderr
+        assert ("scales are 0 above codes" in done.stderr) == is_told, done.stderr
+
+
+def test_a_hybrid_has_norms_of_some_layers(tmp_path: Path) -> None:
+    """Layers of linear attention have no norm of queries, and a layer with attention has one unless it was lost."""
+    src = write_qwen3_moe(tmp_path / "src", num_layers=8)
+    tensors = load_file(src / "model.safetensors")
+    for layer in range(8):
+        module, norm = ("self_attn", "q_norm") if layer == 3 else ("linear_attn", "norm")
+        tensors[f"model.layers.{layer}.{module}.out_proj.weight"] = torch.randn(128, 128)
+        tensors[f"model.layers.{layer}.{module}.{norm}.weight"] = torch.ones(128)
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    document = check(src, None)
+    assert not any("norm" in finding["where"] for finding in document["notices"])
+    assert document["passed"]
+    del tensors["model.layers.5.linear_attn.norm.weight"]
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    (finding,) = check(src, None)["damage"]
+    assert finding["where"] == "model.layers.5.linear_attn.norm.weight"
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "quantization"])
+@pytest.mark.parametrize(
+    "more", [{}, {"mode": "affine"}, {"model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}]
+)
+def test_mlx_is_no_damage(key: str, more: Json, tmp_path: Path) -> None:
+    """Its layers are `switch_mlp` stacks of words, scales and biases; the config says neither what it is."""
+    place = "model.layers.0.mlp.switch_mlp"
+    tensors = small.dense()
+    for word, (n, k) in small.ROLES.items():
+        tensors[f"{place}.{word}.weight"] = torch.zeros(small.E, n, k // 8, dtype=torch.int32)
+        for part in ("scales", "biases"):
+            tensors[f"{place}.{word}.{part}"] = torch.ones(small.E, n, k // 64).bfloat16()
+    config = {**small.QWEN, key: {"group_size": 64, "bits": 4, **more}}
+    done = call("check", small.save(tmp_path / "mlx", (tensors, config)))
+    assert (done.exit_code, "This is MLX" in done.stderr.replace("an ", "")) == (2, True)
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_norms_of_smoothed_layers_hold_the_inverse(beside: int, tmp_path: Path) -> None:
+    """Gate's and up's columns may be scaled if the norm before them is by the inverse.
+
+    beside: what the family adds to the norm's weights.
+    """
+    src = write_qwen3_moe(tmp_path / "src")
+    tensors = load_file(src / "model.safetensors")
+    columns = torch.randn(128, generator=torch.Generator().manual_seed(1)).exp2()
+    for name in tensors:
+        if name.startswith("model.layers.0.mlp") and "down" not in name:
+            tensors[name] = (tensors[name].float() * columns).bfloat16()
+    smoothed = small.save(
+        tmp_path / "alone", (tensors, json.loads((src / "config.json").read_text()))
+    )
+    assert {"scales"} <= kinds(check(smoothed, src)["damage"])
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = ((tensors[name].float() + beside) / columns - beside).bfloat16()
+    balanced = small.save(
+        tmp_path / "both", (tensors, json.loads((src / "config.json").read_text()))
+    )
+    document = check(balanced, src)
+    assert document["damage"] == []
+    assert "column-scales" in kinds(document["notices"])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+@pytest.mark.parametrize("form", ["fp8-tensor", "modelopt-fp8", "ct-nvfp4", "ct-fp8-tensor"])
+def test_activation_scales_that_are_no_numbers(form: str, value: float, tmp_path: Path) -> None:
+    """Static ones of experts, which a conversion to dynamic activations drops, and of modules beside them."""
+    pair = checkups.pair_of(tmp_path / "src", form)
+    part = "input_global_scale" if form == "ct-nvfp4" else "input_scale"
+    name = "model.layers.0.mlp.experts.1.up_proj." + part
+    for stored, place in (
+        (pair.stored, name),
+        (pair.dense, f"model.layers.0.self_attn.q_proj.{part}"),
+    ):
+        changed = pair.copy()
+        {id(pair.stored): changed.stored, id(pair.dense): changed.dense}[id(stored)][place] = (
+            torch.tensor([value])
+        )
+        for alone in (True, False):
+            folder = tmp_path / f"{place}{alone}"
+            (finding,) = changed.check(folder, alone=alone)["damage"]
+            assert finding["kind"] in ("nan", "scale-range")
+            assert finding["where"] == place
+
+
+@pytest.mark.parametrize(
+    ("form", "share"), [("plain", 0.02), ("fp8-block", 0.2), ("ct-int4-g32", 0.5)]
+)
+def test_a_layer_of_another_version(form: str, share: float, tmp_path: Path) -> None:
+    """All its experts are further from the original than those of the other layers."""
+    pair = checkups.rich_pair(tmp_path / "src", form)
+    checkups.stale_layer(pair, share)
+    damage = pair.check(tmp_path / "pair")["damage"]
+    assert {finding["layer"] for finding in damage} == {"model.layers.2.mlp.experts"}
+    assert kinds(damage) == {"stale"}
+    assert {finding["projection"] for finding in damage} == {"w1", "w2", "w3"}
 
 
 # --- options and ends --------------------------------------------------------------------------------------------

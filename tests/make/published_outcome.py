@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hqconv
-from hqconv.checkup.findings import CheckFinding, header_findings
+from hqconv.checkup.findings import header_findings
+from hqconv.checkup.matrices import CheckFinding
 from hqconv.errors import HqconvError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.expert_map import ExpertMap

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import math
 import re
 import time
@@ -211,22 +210,48 @@ def test_every_template_is_mapped(family: Family, form: str) -> None:
     "family", [f for f in FAMILIES if not f.is_unmarked], ids=lambda family: family.name
 )
 def test_every_spelling_of_a_family_is_mapped(family: Family) -> None:
-    """Under every path, one layer each in one checkpoint; a layer is named, and asked for in the config, as it is."""
-    tensors: Tensors = {}
-    layers: dict[str, Mapping[str, str]] = {}
+    """Under every path, one layer for each spelling; a layer is named, and asked for in the config, as it is."""
     config = config_of(family, family.model_types[0])
-    for template, spelling in itertools.product(family.paths[::5], family.spellings):
-        layers[template.format(layer=len(layers))] = spelling
-        put_layer(tensors, dataclasses.replace(family, projections=spelling), list(layers)[-1])
-    found = map_experts(tensors, config | {family.num_layers_keys[0]: len(layers)})
-    assert_partition(found, tensors)
-    assert {layer.name for layer in found.layers} == {*layers}
-    for layer in found.layers:
-        for role, word in layers[layer.name].items():
-            assert layer.slices[role]["weight"].template == f"{layer.name}.{{expert}}.{word}.weight"
-        assert (
-            layer.module(1, "w2") == f"{layer.name}.1.{family.projections['w2']}"
-        )  # in an artifact, as released
+    config |= {family.num_layers_keys[0]: len(family.spellings)}
+    for template in family.paths[::5]:
+        tensors: Tensors = {}
+        layers: dict[str, Mapping[str, str]] = {}
+        for number, spelling in enumerate(family.spellings):
+            layers[template.format(layer=number)] = spelling
+            put_layer(tensors, dataclasses.replace(family, projections=spelling), [*layers][-1])
+        found = map_experts(tensors, config)
+        assert_partition(found, tensors)
+        assert {layer.name for layer in found.layers} == {*layers}
+        for layer in found.layers:
+            for role, word in layers[layer.name].items():
+                template_of = layer.slices[role]["weight"].template
+                assert template_of == f"{layer.name}.{{expert}}.{word}.weight"
+            assert (
+                layer.module(1, "w2") == f"{layer.name}.1.{family.projections['w2']}"
+            )  # in an artifact, as released
+
+
+@pytest.mark.parametrize("beside", ["experts", "attention"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model", "model.language_model"),
+        ("model.language_model", "language_model.model"),
+        ("model", "model.text_model"),
+    ],
+)
+def test_layers_under_two_prefixes_are_refused(first: str, second: str, beside: str) -> None:
+    """A server loads the layers of one prefix; stacks of their own, as of a draft or an encoder, have theirs."""
+    tensors: Tensors = {}
+    for number, prefix in enumerate((first, second if beside == "experts" else first)):
+        put_layer(tensors, QWEN, f"{prefix}.layers.{number}.mlp.experts")
+    put(tensors, "model.visual.blocks.0.attn.proj.weight", H, H)
+    put(tensors, "mtp.layers.0.self_attn.q_proj.weight", H, H)
+    if beside == "attention":
+        map_experts(tensors, config_of(QWEN, "qwen3_moe"))
+        put(tensors, f"{second}.layers.0.self_attn.q_proj.weight", H, H)
+    with pytest.raises(InputError, match="two prefixes"):
+        map_experts(tensors, config_of(QWEN, "qwen3_moe"))
 
 
 def test_one_spelling_and_one_module_in_each_layer() -> None:
