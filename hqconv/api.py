@@ -43,6 +43,7 @@ from hqconv.schemas.options import (
     split_options,
     with_recipe,
 )
+from hqconv.schemas.weight_schema import SOURCE
 from hqconv.sources.opening import open_source, parse_source_name, pinned_name, without_gc
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def convert(
     not read of its own. max_kl: the evaluation must be possible; whether its mean divergence is larger stands in
     `report.over_max_kl`. on_plan: called with the plan and the output folder before anything is written. progress:
     called from worker threads.
-    options: those of `ConversionArguments` decide the artifact; a schema is needed, here or in a recipe, and may be a
-    `WeightSchema`, activations an `InputSchema`. Those of `RunOptions` decide how the work is done. Parts (`part`) run
+    options: those of `ConversionArguments` decide the artifact; a schema may be a `WeightSchema`, activations an
+    `InputSchema`. Those of `RunOptions` decide how the work is done. Parts (`part`) run
     at the same time or not, and go on after a kill without `resume`; the last one finishes the artifact
     (`report.is_complete`).
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
@@ -513,7 +514,8 @@ def publish(
     arguments, run = split_options(options)
     with open_source(src, revision, is_lazy=True) as source:
         src, revision = pinned_name(str(src), revision, source)  # all steps read this commit
-        planned = _plan(_parse(config, arguments), source, choose_device(run.device))
+        parsed = _parse(config, arguments)
+        planned = _plan(parsed, source, choose_device(run.device))
         found = _published(repo, branch, planned, source, private=private)
     report = PublishReport(planned.source.origin, repo, branch)
     if found is not None:
@@ -522,8 +524,10 @@ def publish(
         report = replace(report, commit=commit, was_published=True, evaluation=evaluation)
         return replace(report, manifest_sha256=manifest.sha256, **over)
     options["update"] = True
-    if planned.spec.target.cuda is None:  # `convert` need not choose it again
+    if planned.spec.target.cuda is None:  # `convert` need not choose again
         options["target"] = planned.spec.target.name
+    if parsed.is_schema_open:
+        options["schema"] = SOURCE if planned.spec.must_be_direct else planned.spec.schema
     converted = convert(
         src,
         out,

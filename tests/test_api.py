@@ -18,7 +18,7 @@ from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
 from hqconv.schemas import options
 from hqconv.schemas.options import ConversionArguments, RunOptions
-from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import RECOMMENDED, WeightSchema, resolve_schema
 from tests.make.command import call
 from tests.make.conversions import manifest
 from tests.make.places import REPO
@@ -74,8 +74,6 @@ def test_what_cannot_be_asked_for(name: str, model: Path, tmp_path: Path) -> Non
             assert f"--{name.replace('_', '-')}" in caught.value.where
     with pytest.raises(TypeError, match="nothing_known"):
         hqconv.convert(model, **OPTIONS_OF, nothing_known=1)
-    with pytest.raises(RequestError, match="No schema is named"):
-        hqconv.plan(model)
 
 
 CONVERSION, RUN = (
@@ -170,9 +168,8 @@ def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
     plan = hqconv.plan(model, config=config, schema="mxfp8", overrides=())
     assert plan.spec.schema.name == "mxfp8"
     assert hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name == "mxfp4"
-    config.write_text('target = "sm90"')
-    with pytest.raises(RequestError, match="No schema is named"):
-        hqconv.plan(model, config=config)
+    config.write_text('target = "b200"')
+    assert hqconv.plan(model, config=config).spec.schema.name == RECOMMENDED[0]
     with pytest.raises(RequestError, match="cannot be read"):
         hqconv.plan(model, config=tmp_path / "none.toml")
 

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.reports.documents import GPU_CLASSES
+from hqconv.schemas.gpu_target import GPU_CLASSES
 from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # Typer does not export UsageError and contains its own Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _FAILED = VerificationError.exit_code
+_WITH_OUT = ("convert", "allocate", "publish", "report")  # their output is -o
 
 
 class CommandGroup(TyperGroup):
@@ -64,12 +66,11 @@ def _request_error(error: Any, args: Sequence[str]) -> RequestError:
     """Return the RequestError for a usage error of Typer: its command, and what is wrong."""
     names = args[:1] if error.ctx is None else error.ctx.command_path.split()[1:]
     path = " ".join(["hqconv", *names])
-    return RequestError(
-        "The command line is wrong.",
-        where=path,
-        found=error.format_message().replace("Value error, ", ""),
-        remedy=f"`{path} --help` shows what there is.",
-    )
+    found = error.format_message().replace("Value error, ", "")
+    remedy = f"`{path} --help` shows what there is."
+    if (extra := re.search(r"extra argument\S* \((\S+?)\)", found)) and names[0] in _WITH_OUT:
+        remedy = f"The output is an option: -o {extra[1]}."
+    return RequestError("The command line is wrong.", where=path, found=found, remedy=remedy)
 
 
 app = typer.Typer(

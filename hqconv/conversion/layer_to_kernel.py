@@ -169,7 +169,8 @@ def _plan(
     if target is None:
         what, found = "The target GPU must be named.", "tensors on the CPU"
         raise RequestError(what, where="target", expected="h100, sm90 …", found=found)
-    spec = make_spec(options, experts, config, parse_target(target, options.cuda))
+    gpu = parse_target(target, options.cuda)
+    spec = make_spec(options.with_schema(experts, config, gpu), experts, config, gpu)
     check_request(experts, spec)
     if not options.allow_unserved:
         refuse_unserved(experts, spec)

@@ -317,7 +317,7 @@ def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
 
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
-_DEFAULTS = EncodingOptions()
+_DEFAULTS, _ROUNDED = EncodingOptions(), EncodingOptions(round_scales=True)
 _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
@@ -465,13 +465,15 @@ def _direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     exact = presets(())
     others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
-    if own := _own_schema_text(experts, param_dtype, EncodingOptions()):
+    if own := own_schema_text(experts, param_dtype, _DEFAULTS):
         return [*exact, f"{SOURCE} ({own})", *others]
-    own = _own_schema_text(experts, param_dtype, EncodingOptions(round_scales=True))
+    own = own_schema_text(experts, param_dtype)
     return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
 
 
-def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOptions) -> str:
+def own_schema_text(
+    experts: ExpertMap, param_dtype: str, options: EncodingOptions = _ROUNDED
+) -> str:
     """Describe the schema of `source`, with numbers of layers where they differ; "" where it is refused."""
     dtype, left = source_param_dtype(experts) or param_dtype, plain_layers(experts)
     kept = [layer for layer in experts.layers if layer.name not in left]

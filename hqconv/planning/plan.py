@@ -174,6 +174,7 @@ def plan_conversion(
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
     """
     experts = source.map_experts()
+    options = options.with_schema(experts, source.config, target)
     choices = assign(options.overrides, {layer.name: layer.index for layer in experts.layers})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from hqconv.planning.layer_encoding import (
     EncodingOptions,
     LayerEncoding,
     encoding_of,
+    own_schema_text,
     source_param_dtype,
     source_schemas,
 )
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import GEMMS, text_config
-from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.gpu_target import GpuTarget, class_of
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
 from hqconv.schemas.options import (
@@ -34,12 +37,17 @@ from hqconv.schemas.options import (
 )
 from hqconv.schemas.weight_schema import (
     PARAM_DTYPES,
+    PRESETS,
+    RECOMMENDED,
     SOURCE,
     LayerSchema,
     SchemaPair,
     WeightSchema,
     resolve_layer_schema,
+    resolve_schema,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class ConversionOptions:
     """Parsed conversion options: weight schema, parallel grid, GPU target, activations, encoding, overrides.
 
     schema, dtype: None for the source's own. target: a GPU's name or sm75 …, None for the GPU of this machine. cuda:
-    the version of the serving machine's compiler, None where the layout does not depend on it.
+    the version of the serving machine's compiler, None where the layout does not depend on it. is_schema_open: no
+    schema was named, and `with_schema` may replace None.
     """
 
     schema: LayerSchema | None
@@ -61,6 +70,7 @@ class ConversionOptions:
     calibrate: CalibrationText | None = None
     overrides: tuple[Override, ...] = ()
     allow_unserved: bool = False
+    is_schema_open: bool = False
 
     @classmethod
     def parse(cls, **arguments: Unpack[ConversionKeywords]) -> ConversionOptions:
@@ -72,6 +82,7 @@ class ConversionOptions:
         inputs = given.input_schema
         return cls(
             schema=_weight_schema(given.schema),
+            is_schema_open=given.schema is None,
             dtype=given.dtype,
             grid=Grid(
                 given.tp, given.ep, given.expert_placement, given.redundant_experts, given.tp_split
@@ -95,16 +106,65 @@ class ConversionOptions:
             self, encoding=replace(self.encoding, quantizer=GPTQ, calibration=calibration)
         )
 
+    def with_schema(
+        self, experts: ExpertMap, config: Mapping[str, Any], target: GpuTarget
+    ) -> ConversionOptions:
+        """Return the options with a schema where none was named, and log which and why.
+
+        It is the source's own where some kernel reads the codes of quantized experts, else the recommended one.
+        """
+        if not self.is_schema_open:
+            return self
+        own_dtype = source_param_dtype(experts) or default_param_dtype(config, experts)
+        quantized = [layer for layer in experts.layers if not layer.format.is_float]
+        if quantized and own_schema_text(experts, own_dtype):
+            _LOG.warning(
+                "Schema source: the experts are quantized already (%s); codes and scales are kept.",
+                quantized[0].format.describe(),
+            )
+            return replace(self, is_schema_open=False)
+        found = recommended_schema(target, self.dtype or own_dtype, self.inputs, self.layout)
+        schema = found or resolve_schema(RECOMMENDED[0])  # its refusal says what runs
+        _LOG.warning(
+            "Schema %s, the recommended one for %s%s; `hqconv schemas` shows others.",
+            schema.name,
+            target.name if self.layout == artifact_names.KERNEL else ENGINE.name,
+            ", since no kernel reads the source's codes" if quantized else "",
+        )
+        return replace(self, schema=schema, is_schema_open=False)
+
 
 def _weight_schema(schema: str | Path | LayerSchema | None) -> LayerSchema | None:
-    """Return the schema of `--schema`, None for the source's own. Raises TypeError for a schema that is not given."""
-    if schema is None:
-        raise TypeError(
-            "missing 1 required keyword-only argument: 'schema', or a recipe as 'config'"
-        )
-    if isinstance(schema, WeightSchema | SchemaPair):
+    """Return the schema of `--schema`, None for the source's own, and where none is named."""
+    if schema is None or isinstance(schema, WeightSchema | SchemaPair):
         return schema
     return None if schema == SOURCE else resolve_layer_schema(str(schema))
+
+
+def recommended_schema(
+    target: GpuTarget,
+    param_dtype: str,
+    inputs: InputSchema = A16,
+    layout: str = artifact_names.KERNEL,
+) -> WeightSchema | None:
+    """Return the schema of the target's class, else the first of `RECOMMENDED` and the presets that runs; or None."""
+    from hqconv.kernel_layout.transform import why_not
+
+    of_class = class_of(target)
+    is_fp8 = (inputs.a_dtype or "").startswith("float8")
+    for name in (
+        (of_class.fp8_schema if is_fp8 else None) or of_class.schema,
+        *RECOMMENDED,
+        *PRESETS,
+    ):
+        schema = resolve_schema(name)
+        if layout == artifact_names.CHECKPOINT:
+            obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
+        else:
+            obstacle = why_not(KernelSpec(schema, param_dtype, target, inputs))
+        if obstacle is None:
+            return schema
+    return None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads
-from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
+from hqconv.schemas.gpu_target import GpuTarget, class_of, gpu_named, parse_target
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.options import group_by_schema
@@ -426,42 +425,6 @@ def inspect(path: str | Path, revision: str | None = None) -> Document:
 # --- schemas
 
 
-@dataclass(frozen=True)
-class GpuClass:
-    """GPUs that take the same schema; README's table "Convert" has a row for each.
-
-    gpus: names for people. target: one of them, as of `--target`. fp8_schema: the schema with fp8 activations, None
-    where they do not run. options: what the target needs besides.
-    """
-
-    gpus: str
-    target: str
-    sm_versions: tuple[int, ...]
-    fp8_schema: str | None = None
-    options: str = ""
-    schema: str = RECOMMENDED[0]
-
-    def command(self, target: str) -> str:
-        """Return the command that converts a model for one of the GPUs."""
-        command = (
-            f"hqconv convert SRC -o OUT --schema {self.schema} --calibrate TEXT --target {target}"
-        )
-        return f"{command} {self.options}".rstrip()
-
-
-_CUDA_13 = "--cuda 13.0"
-GPU_CLASSES = (
-    GpuClass("H100, H200, H20, GH200", "h100", (90,), "mxfp4"),
-    GpuClass("B200, GB200", "b200", (100,), "int4-g32-e4m3", _CUDA_13),
-    GpuClass("B300, GB300", "b300", (103,), "int4-g32-e4m3", _CUDA_13),
-    GpuClass("RTX 5090, PRO 6000", "rtx-5090", (120, 121), "int4-g32-e4m3", _CUDA_13),
-    GpuClass("L4, L40S, RTX 4090", "l40s", (89,), "int4-g32-e4m3"),
-    GpuClass("A10, A40, RTX 3090", "a10", (86,)),
-    GpuClass("A100, A30", "a100", (80,)),
-    GpuClass("T4", "t4", (75,), options="--dtype float16"),
-)
-
-
 def describe_gpu(text: str) -> Document:
     """Describe the schemas for a GPU: the recommended ones, and those that run with each input schema.
 
@@ -469,7 +432,7 @@ def describe_gpu(text: str) -> Document:
     """
     target = parse_target(text)
     name = gpu_named(text) or target.name
-    gpu_class = next(row for row in GPU_CLASSES if target.sm_version in row.sm_versions)
+    gpu_class = class_of(target)
     schemas = [resolve_schema(schema) for schema in (*PRESETS, *RECOMMENDED)]
     runs = {
         inputs.name: [schema.name for schema in schemas if _runs(schema, target, inputs)]

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hqconv.errors import RequestError, close_to
+from hqconv.schemas.weight_schema import RECOMMENDED
 
 # SM versions whose kernel layouts are known. Humming knows others (87, 107, 110), which are not tested here.
 TARGETS = (75, 80, 86, 89, 90, 100, 103, 120, 121)
@@ -168,3 +169,44 @@ def parse_cuda(text: str) -> tuple[int, int]:
             remedy="`nvcc --version` says it.",
         )
     return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class GpuClass:
+    """GPUs that take the same schemas.
+
+    gpus: names for people. target: one of them, as of `--target`. fp8_schema: the schema with fp8 activations, None
+    where they do not run. options: what the target needs besides.
+    """
+
+    gpus: str
+    target: str
+    sm_versions: tuple[int, ...]
+    fp8_schema: str | None = None
+    options: str = ""
+    schema: str = RECOMMENDED[0]
+
+    def command(self, target: str) -> str:
+        """Return the command that converts a model for one of the GPUs."""
+        command = (
+            f"hqconv convert SRC -o OUT --schema {self.schema} --calibrate TEXT --target {target}"
+        )
+        return f"{command} {self.options}".rstrip()
+
+
+_CUDA_13 = "--cuda 13.0"
+GPU_CLASSES = (
+    GpuClass("H100, H200, H20, GH200", "h100", (90,), "mxfp4"),
+    GpuClass("B200, GB200", "b200", (100,), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("B300, GB300", "b300", (103,), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("RTX 5090, PRO 6000", "rtx-5090", (120, 121), "int4-g32-e4m3", _CUDA_13),
+    GpuClass("L4, L40S, RTX 4090", "l40s", (89,), "int4-g32-e4m3"),
+    GpuClass("A10, A40, RTX 3090", "a10", (86,)),
+    GpuClass("A100, A30", "a100", (80,)),
+    GpuClass("T4", "t4", (75,), options="--dtype float16"),
+)
+
+
+def class_of(target: GpuTarget) -> GpuClass:
+    """Return the class of a target's GPUs."""
+    return next(row for row in GPU_CLASSES if target.sm_version in row.sm_versions)

@@ -40,6 +40,7 @@ from hqconv.schemas.input_schema import InputSchema, resolve_inputs
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.weight_schema import (
     PARAM_DTYPES,
+    RECOMMENDED,
     SOURCE,
     LayerSchema,
     ParamDtype,
@@ -175,7 +176,8 @@ class ConversionArguments:
 
     schema: str | Path | WeightSchema | SchemaPair | None = option(
         "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or two of them, of w13 and of w2: "
-        "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source."
+        "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source.  [default: the recommended one of "
+        f"the target, {RECOMMENDED[0]}; source where the experts are quantized already]"
     )
     target: str | None = option(
         "Serving GPU: its name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: the CUDA "
@@ -422,22 +424,13 @@ def load_recipe(path: Path) -> Recipe:
 def with_recipe(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe, a file or the name of a packaged one; options in `given` but None win.
 
-    Raises RequestError as `load_recipe`, and if neither the recipe nor `given` names a schema.
+    Raises RequestError as `load_recipe`.
     """
     options: dict[str, Any] = {}
     if config is not None:
         recipe = load_recipe(or_shipped(Path(config), RECIPES))
         options = {**recipe.options, "overrides": recipe.overrides}
-    options |= {name: value for name, value in given.items() if value is not None}
-    if "schema" not in options:
-        raise RequestError(
-            "No schema is named.",
-            where="--schema",
-            expected="--schema NAME, or a recipe that names one",
-            found=config or "",
-            remedy="`hqconv schemas` shows them.",
-        )
-    return options
+    return options | {name: value for name, value in given.items() if value is not None}
 
 
 def _schema_path(folder: Path, text: str) -> str:

@@ -346,6 +346,7 @@ RECOMMENDED = (
 _EXAMPLES = tuple(
     f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row")
 )
+_IN_FOUR_BITS = re.compile(r"4-?bit|\b[qw]4|gptq|awq|nf4")  # names of other tools
 _ROTATED = re.compile(r"(.+)-h([1-9]\d*)")
 _SCALED = re.compile(
     rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?"
@@ -386,7 +387,10 @@ def resolve_schema(text: str) -> WeightSchema:
         return found
     names = (*PRESETS, SHORTHAND, SCALED_SHORTHAND, f"NAME{ROTATED}", PAIR, SOURCE)
     expected = f"{', '.join(names)}, or a .toml file"
-    close = close_to(re.sub(r"[_\s]+", "-", text.strip().lower()), [*PRESETS, *_EXAMPLES, SOURCE])
+    plain = re.sub(r"[_\s]+", "-", text.strip().lower())
+    close = close_to(plain, [*PRESETS, *_EXAMPLES, SOURCE])
+    if _IN_FOUR_BITS.search(plain):
+        close = f"Did you mean {RECOMMENDED[0]}, the recommended one of 4 bits?"
     raise RequestError(
         f"There is no schema named '{text}'.",
         where="--schema",

@@ -74,6 +74,7 @@ WRONG = {  # a command line: the command that is named, and a part of the messag
     "convert x --layout up": ("hqconv convert", "'up' is not one of 'kernel', 'checkpoint'"),
     "convert x --tp two": ("hqconv convert", "--tp"),
     "inspect x y": ("hqconv inspect", "unexpected extra argument"),
+    "convert x y": ("hqconv convert", "The output is an option: -o y."),
     "--nonsense": ("hqconv", "No such option: --nonsense"),
 }
 
@@ -90,7 +91,7 @@ def test_a_wrong_command_line_is_a_message_like_others(typed: str) -> None:
     as_json = call(command, "--json", *rest)
     document = json.loads(as_json.stdout)
     assert (as_json.exit_code, document["exit_code"], document["where"]) == (2, 2, where)
-    assert text in document["found"]
+    assert text in document["found"] + document["remedy"]
 
 
 def test_files_that_are_almost_named(

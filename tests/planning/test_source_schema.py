@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv import dequantize
+from hqconv import dequantize, plan
 from hqconv.errors import InputError, RequestError
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.layer_encoding import direct_schemas, named, source_schemas
@@ -39,6 +39,27 @@ def test_blocks_shrink_until_no_slice_cuts_one(fp8: Path, tp: int, rows: int) ->
     schema = schema_of(fp8, tp)
     assert (schema.weight_scale_group_size_n, schema.weight_scale_group_size) == (rows, rows)
     assert schema.name == ("fp8-block" if rows == 128 else "source")
+
+
+DEFAULTS = {
+    "humming-int4": ("int4-g64", "quantized already (humming"),
+    "bnb-nf4": ("int4-g32-e4m3", "since no kernel reads the source's codes"),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_without_a_schema_a_source_keeps_its_codes_if_a_kernel_reads_them(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema, reason = DEFAULTS[name]
+    assert plan(write(tmp_path / "src", name).folder, target="sm90").spec.schema.name == schema
+    assert reason in caplog.text
+
+
+def test_without_a_schema_a_missing_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        plan(write(tmp_path / "src", "fp8-channel-f32").folder, target="sm90")
+    assert error.value.remedy.startswith("Add --round-scales")
 
 
 def test_where_no_block_is_small_enough_the_tp_sizes_are_listed(fp8: Path) -> None:

@@ -14,8 +14,9 @@ from hqconv.api import inspect
 from hqconv.artifact.manifest import read_manifest
 from hqconv.conversion.journal import FolderJournal, JournalEntry
 from hqconv.errors import RequestError, VerificationError
-from hqconv.reports.documents import GPU_CLASSES, describe_schemas, layer_runs
-from hqconv.schemas.gpu_target import TARGETS
+from hqconv.planning.spec import recommended_schema
+from hqconv.reports.documents import describe_schemas, layer_runs
+from hqconv.schemas.gpu_target import GPU_CLASSES, TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED
 from tests.make import processes
@@ -341,6 +342,9 @@ def test_schemas_for_a_gpu(target: int) -> None:
     assert row.schema in runs["a16"]
     assert bool(runs["fp8"]) == (row.fp8_schema is not None)
     assert row.fp8_schema is None or row.fp8_schema in runs["fp8"]
+    for name, inputs in ((row.schema, "a16"), (row.fp8_schema, "fp8")):  # what `convert` takes
+        taken = recommended_schema(GpuTarget(target), "float16", INPUT_PRESETS[inputs])
+        assert name == (None if taken is None else taken.name)
 
 
 def test_the_command_of_a_gpu() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hqconv.errors import RequestError
 from hqconv.schemas.weight_schema import (
     PRESETS,
+    RECOMMENDED,
     WeightSchema,
     load_schema,
     resolve_layer_schema,
@@ -130,6 +131,9 @@ def test_a_name_close_to_the_shorthand_is_suggested() -> None:
         "fp4-g32-e4m3-rows": "fp4-g32-e4m3-row",
     }.items():
         with pytest.raises(RequestError, match=rf"Did you mean {meant}\?"):
+            resolve_schema(text)
+    for text in ("4bit", "Q4_K_M", "w4a16", "gptq", "AWQ", "nf4"):
+        with pytest.raises(RequestError, match=f"Did you mean {RECOMMENDED[0]}, the recommended"):
             resolve_schema(text)
 
 
