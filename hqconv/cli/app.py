@@ -19,6 +19,7 @@ from hqconv.cli.command import (
     MODES,
     RUN,
     WORK,
+    LongCommand,
     Result,
     Screen,
     command,
@@ -112,23 +113,15 @@ Src = Annotated[
 ]
 Artifact = Annotated[str, typer.Argument(metavar="OUT", help="Artifact folder.")]
 Repo = Annotated[
-    str,
-    typer.Argument(
-        metavar="ORG/NAME", help="Hub repo (org/name). It is created if it does not exist."
-    ),
+    str, typer.Argument(metavar="ORG/NAME", help="Hub repo, created if it does not exist.")
 ]
 OutFolder = Annotated[
-    str | None,
-    flag(
-        "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], plus other non-default options]",
-        "--out",
-        "-o",
-    ),
+    str | None, flag("Output folder.  [default: ./<model>-<schema>…]", "--out", "-o")
 ]
 Config = Annotated[
     str | None,
     flag(
-        "Recipe: a TOML file with these options and per-layer overrides, or a name from `hqconv schemas --recipes`."
+        "Recipe: FILE.toml with options and per-layer schemas, or a name of `hqconv schemas --recipes`."
     ),
 ]
 Revision = Annotated[str | None, flag("Branch, tag or commit of the Hub repo.")]
@@ -154,7 +147,7 @@ MaxError = Annotated[
 Evaluate = Annotated[
     str | None,
     flag(
-        "Text that the finished artifact is evaluated on.  [default: what --calibrate does not read of its own]"
+        "Text that the artifact is evaluated on.  [default: the part that --calibrate does not read]"
     ),
 ]
 MaxKl = Annotated[
@@ -176,7 +169,7 @@ def _names(text: str | None) -> Any:
 # --- commands
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @command(*CONVERSION, *RUN)
 def convert(
     screen: Screen,
@@ -283,7 +276,7 @@ def _exceeded(
     return _FAILED if errors else 0
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @command(*(name for name in CONVERSION if name not in NOT_ALLOCATED), *WORK, "max_gpu_memory")
 def allocate(
     screen: Screen,
@@ -291,22 +284,17 @@ def allocate(
     out: Annotated[
         str | None,
         flag(
-            "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
+            "Recipe, a TOML file for `convert --config`.  [default: ./<model>-<budget>.toml]",
             "--out",
             "-o",
         ),
     ] = None,
     size: Annotated[
-        str | None,
-        flag(
-            "Budget: bytes of the experts' tensors on all ranks, scales and padding included, e.g. 120GB."
-        ),
+        str | None, flag("Budget: bytes of the experts' tensors on all ranks, e.g. 120GB.")
     ] = None,
     bits: Annotated[
         float | None,
-        flag(
-            "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
-        ),
+        flag("Budget: mean bits for each weight of the experts, to two decimals, e.g. 4.25."),
     ] = None,
     candidates: Annotated[
         str | None,
@@ -471,7 +459,7 @@ def push(
     return Result(pushed.to_dict())
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @command(*CONVERSION, *(name for name in RUN if name not in MODES))
 def publish(
     screen: Screen,
@@ -623,10 +611,11 @@ def schemas(
     gpu: Annotated[
         str | None,
         flag(
-            "Show the schemas to take for this GPU (a name or an architecture), and those that run on it.",
+            "Show the schema to take for this GPU (a name or an architecture), and the command.",
             "--for",
         ),
     ] = None,
+    shows_all: Annotated[bool, flag("With --for: show all schemas that run.", "--all")] = False,
 ) -> Result:
     """List the weight and activation schemas, those for one GPU, or the recipes that come with hqconv."""
     from hqconv.reports.documents import describe_gpu, describe_recipes, describe_schemas
@@ -635,5 +624,6 @@ def schemas(
         raise RequestError("--recipes and --for exclude each other.", remedy="Give one of them.")
     if recipes:
         return Result(describe_recipes(), is_output=True)
-    document = describe_schemas() if gpu is None else describe_gpu(gpu)
-    return Result(document, is_output=True)
+    if gpu is None:
+        return Result(describe_schemas(), is_output=True)
+    return Result({**describe_gpu(gpu), "shows_all": shows_all}, is_output=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from hqconv.cli.output import discard_stdout, logged, one_message, print_json, say, warn
 from hqconv.errors import RequestError
@@ -35,6 +37,12 @@ _PANELS = {
     "Existing output": ("resume", "overwrite", "update"),
     "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "part"),
 }
+_ALL = "hqconv.help_all"  # of a context: all options are shown
+_USUAL = (  # parameters that the help of a `LongCommand` shows, in this order
+    *("src", "repo", "out", "schema", "target", "size", "bits", "candidates", "calibrate"),
+    *("evaluate", "tp", "ep", "config", "revision", "branch", "device", "max_memory"),
+    *("resume", "overwrite", "dry_run", "json", "quiet", "help_all"),
+)
 # Names of options for `command`.
 CONVERSION = tuple(
     option.name for option in fields(ConversionArguments) if option.metadata.get("is_flag", True)
@@ -68,6 +76,39 @@ def _parameter(option: Field[Any]) -> inspect.Parameter:
     return inspect.Parameter(
         option.name, keyword, default=None, annotation=Annotated[kind | None, declared]
     )
+
+
+class LongCommand(TyperCommand):
+    """A command with many options: `--help` shows the usual ones, `--help-all` all of them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, the usual options in one panel."""
+        every, named = self.params, {param.name: param for param in self.params}
+        if not ctx.meta.get(_ALL):
+            self.params = [copy.copy(named[name]) for name in _USUAL if name in named]
+            for param in self.params:
+                param.rich_help_panel = None  # type: ignore[attr-defined]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = every
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_ALL] = True
+        print(ctx.get_help(), end="")
+        raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, flag("Show all options and exit.", "--help-all", is_eager=True, callback=_show_all)
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +207,7 @@ def command(*names: str) -> Callable[[Callable[..., Result]], Callable[..., None
                 from hqconv.conversion.option_values import torchrun_rank
 
                 rank = torchrun_rank()
-                given = {"log_file": log_file, **options}
+                given = {"log_file": log_file, **options}  # help_all is None
                 given = {name: value for name, value in given.items() if value is not None}
                 _check_files(given, rank)
                 place = given.pop("log_file", None)
@@ -186,6 +227,8 @@ def command(*names: str) -> Callable[[Callable[..., Result]], Callable[..., None
             *(_parameter(option) for option in known if option.name in names),
             *shared.parameters.values(),
         ]
+        if "calibrate" in names:
+            parameters.append(_HELP_ALL)
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [

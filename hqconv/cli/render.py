@@ -594,17 +594,20 @@ def _schemas(document: Document) -> Shown:
     inputs = [(schema["name"], schema["description"]) for schema in document["input_schemas"]]
     yield from _table(("--input-schema", "description"), inputs)
     yield "\nFILE.toml: the fields of Humming's HummingInputSchema."
-    yield "Not every pair runs on every GPU: `hqconv schemas --for GPU` lists those that do."
+    yield "Not every pair runs on every GPU: `hqconv schemas --for GPU --all` lists those that do."
 
 
 def _gpu(document: Document) -> Shown:
-    """Yield the recommended schemas for a GPU, the command, and what runs with each input schema."""
+    """Yield the recommended schemas for a GPU, the command, and if asked what runs with each input schema."""
     yield _facts(
-        ("GPU", f"{document['gpu']} ({document['target']})"),
         ("schema", document["schema"]),
         ("with fp8 activations", document["fp8_schema"] or "fp8 activations do not run"),
         ("command", document["command"]),
+        ("GPU", f"{document['gpu']} ({document['target']}); the same for {document['gpus']}"),
     )
+    if not document["shows_all"]:
+        yield "\n--all lists every schema that runs there."
+        return
     rows = [(name, ", ".join(schemas)) for name, schemas in document["runs"].items() if schemas]
     yield from _table(("--input-schema", "schemas that run"), rows)
 

@@ -442,6 +442,7 @@ def describe_gpu(text: str) -> Document:
         "kind": "gpu",
         "gpu": name,
         "target": target.name,
+        "gpus": gpu_class.gpus,
         "schema": gpu_class.schema,
         "fp8_schema": gpu_class.fp8_schema,
         "command": gpu_class.command(name),

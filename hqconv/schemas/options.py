@@ -175,26 +175,25 @@ class ConversionArguments:
     """Options that decide the bytes of an artifact. Raises RequestError for impossible numbers and choices."""
 
     schema: str | Path | WeightSchema | SchemaPair | None = option(
-        "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or two of them, of w13 and of w2: "
-        "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source.  [default: the recommended one of "
-        f"the target, {RECOMMENDED[0]}; source where the experts are quantized already]"
+        "Weight format: a name of `hqconv schemas`, FILE.toml, a pair for w13+w2, or source: that of a quantized "
+        f"source.  [default: {RECOMMENDED[0]}; source if the experts are quantized]"
     )
     target: str | None = option(
-        "Serving GPU: its name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: the CUDA "
-        "device of this machine, without one sm90; with --schema source the target of an artifact]"
+        "Serving GPU: name (t4, a100, l40s, h200, b200 …) or architecture (sm75 … sm121).  [default: that of an "
+        "artifact whose codes are kept; this machine's GPU; sm90]"
     )
     dtype: ParamDtype | None = option(
         "Parameter dtype of the served model.  [default: dtype of the checkpoint]",
         choices=PARAM_DTYPES,
     )
-    tp: int = option("Tensor-parallel size.", 1, least=1)
+    tp: int = option("TP size of the server.", 1, least=1)
     tp_split: TpSplit = option(
         "Parts of the intermediate size on TP ranks: even, or whole scale groups, of which the last ranks may hold "
         "fewer.",
         EVEN,
         choices=TP_SPLITS,
     )
-    ep: int = option("Expert-parallel size.", 1, least=1)
+    ep: int = option("EP size of the server.", 1, least=1)
     expert_placement: Placement = option(
         "Placement of experts on EP ranks.", LINEAR, choices=PLACEMENTS
     )
@@ -232,13 +231,10 @@ class ConversionArguments:
         choices=QUANTIZERS,
     )
     calibrate: str | Path | None = option(
-        "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, "
-        "or builtin. Needs transformers."
+        "Choose codes by the error of the experts' outputs on a text: a file, or builtin. Needs transformers."
     )
-    calibrate_tokens: int = option(
-        "Number of tokens of TEXT that are read, at most.", 65536, least=2
-    )
-    calibrate_context: int = option("Number of tokens in a sequence of TEXT.", 2048, least=2)
+    calibrate_tokens: int = option("Maximum number of tokens of the text.", 65536, least=2)
+    calibrate_context: int = option("Number of tokens in a sequence of the text.", 2048, least=2)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -249,12 +245,11 @@ class RunOptions:
     """Options of how a command works: no byte of an artifact depends on them. Raises RequestError as above."""
 
     device: str = option(
-        "Device that does the work: auto, cuda, cuda:N or cpu. The bytes are the same, but not with --calibrate.",
+        "Device that does the work: auto, cuda, cuda:N or cpu. Only calibrated codes depend on it.",
         "auto",
     )
     max_memory: str | int = option(
-        "Maximum host memory for experts in progress, e.g. 512MiB, 4GiB, 2GB, or a number of bytes.",
-        "4GiB",
+        "Maximum host memory for experts in progress, e.g. 512MiB, 2GB.", "4GiB"
     )
     max_gpu_memory: str | int | None = option(
         "Maximum GPU memory for experts in progress.  [default: most of the free memory]"

@@ -35,7 +35,11 @@ def test_help_and_version() -> None:
     assert call().exit_code == 0
     assert "convert" in call().stdout
     assert re.fullmatch(r"hqconv \d+\.\d+\.\d+\n", call("--version").stdout)
-    assert "--expert-placement" in call("convert", "--help").stdout
+    for command in ("convert", "allocate", "publish"):
+        usual, every = (call(command, flag).stdout for flag in ("--help", "--help-all"))
+        assert usual.count("\n") <= 60
+        assert "--expert-placement" not in usual
+        assert "--expert-placement" in every
 
 
 def test_sizes() -> None:

@@ -16,7 +16,7 @@ SHARED = "--json --quiet/-q --verbose/-v --log-file"
 WORK = "--device=auto --max-memory=4GiB --threads"
 HUB = "--cache-limit --keep-source"
 GRID = "--tp=1 --tp-split=even --ep=1 --expert-placement=linear --redundant-experts"
-CALIBRATION = "--calibrate --calibrate-tokens=65536 --calibrate-context=2048"
+CALIBRATION = "--help-all --calibrate --calibrate-tokens=65536 --calibrate-context=2048"
 ALLOCATED = f"--input-schema=a16 --round-scales --target --cuda --dtype --max-gpu-memory {GRID} {CALIBRATION}"
 CONVERTED = f"--schema --quantizer=rtn --allow-unserved --layout=kernel --config --source-digests {ALLOCATED}"
 LIMITS = "--max-error --evaluate --max-kl"
@@ -33,7 +33,7 @@ COMMANDS = {
     f"{WORK}",
     "check": f"CKPT --against --layers --sample=all --revision {HUB} --max-memory=4GiB --threads",
     "inspect": "SRC|OUT --revision",
-    "schemas": "--recipes --for",
+    "schemas": "--recipes --for --all",
 }
 
 

@@ -214,7 +214,10 @@ def test_help_at_80_columns_is_whole(name: str) -> None:
     """Every word of every help text is there; `[default: …]` is text, not markup."""
     group: Any = typer.main.get_command(app)
     runner = CliRunner()
-    command = [*name.split(), "--help"]
+    flags = (
+        set() if not name else {flag for one in group.commands[name].params for flag in one.opts}
+    )
+    command = [*name.split(), "--help-all" if "--help-all" in flags else "--help"]
     shown = runner.invoke(app, command, env={"COLUMNS": "80"}, terminal_width=80).stdout
     assert max(map(len, shown.splitlines())) <= 80
     described = group.commands[name].params if name else group.commands.values()
@@ -222,6 +225,9 @@ def test_help_at_80_columns_is_whole(name: str) -> None:
     plain = re.sub(r"[│\s]", "", shown)
     words = {word for each in described for word in each.help.replace("\\", "").split()}
     assert {word for word in words if word not in plain} == set()
+    if name:
+        texts = re.sub("`[^`]+`", "", " ".join(each.help for each in described))
+        assert {*re.findall(r"--[a-z][\w-]+", texts)} <= flags
     if name == "convert":
         headings = re.findall(r"^╭─ ([\w ]+) ─", shown, re.MULTILINE)
         assert headings[:2] == ["Arguments", "Options"]
