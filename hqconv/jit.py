@@ -113,9 +113,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
     def on_start(self, event: event.Event) -> None:
         say, self._say = self._say, None
         if say is not None:
-            say(
-                "Compiling loops for this processor, which takes up to a minute; numba's cache keeps them."
-            )
+            say("Preparing (first run on this machine); this takes up to a minute.")
 
     def on_end(self, event: event.Event) -> None:
         return None

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -301,6 +301,8 @@ class ExpertInputs:
         ]
         self._masks = _validation_masks(batches)
         self._stream = Stream(model, batches)
+        self._num_tokens = sum(ids.numel() for ids in batches)
+        self.announce: Callable[[str], None] = lambda step: None
         self._reference = Stream(model, held_out) if held_out else None
 
     def runs(self, layer: MoeLayer) -> bool:
@@ -320,6 +322,10 @@ class ExpertInputs:
         if not self.runs(layer):
             return None
         with self._lock, self._on_one_stream(), running(self._model.place):
+            if layer.index not in self._found:
+                layers = [*self._num_experts]
+                number = f"{layers.index(layer.index) + 1} of {len(layers)}"
+                self.announce(f"calibrating layer {number}, {self._num_tokens:,} tokens")
             while layer.index not in self._found:
                 self._run_stage()
             self._uses[layer.index] -= 1

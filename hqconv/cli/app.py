@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -317,7 +318,7 @@ def allocate(
             bits=bits,
             candidates=candidates,
             revision=revision,
-            progress=progress.update,
+            progress=partial(progress.of_check, "measured"),
             **options,
         )
     return Result(document)
@@ -576,7 +577,7 @@ def check(
             layers=None if layers is None else parse_numbers(layers, "--layers"),
             sample=sample,
             revision=revision,
-            progress=progress.update,
+            progress=partial(progress.of_check, "checking"),
             **options,
         )
     return Result(document, 0 if document["passed"] else _FAILED)

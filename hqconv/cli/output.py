@@ -72,9 +72,9 @@ def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -
     package = logging.getLogger("hqconv")
     level = package.level
     handlers: list[logging.Handler] = []
-    if quiet:
+    if quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    else:
+    if not quiet:
         stderr = _StderrHandler(logging.INFO if verbose else logging.WARNING)
         stderr.addFilter(lambda record: record.name != __name__)
         line = "%(asctime)s %(message)s" if verbose else "%(message)s"

@@ -13,14 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
@@ -740,23 +733,22 @@ class ShownProgress:
     """Live bar on a terminal, a plain line every few seconds elsewhere, nothing if quiet.
 
     `update` is the callback for `hqconv.convert`, `of_check` for `hqconv.verify`. Neither fails if stderr is closed.
-    Resumed bytes count as done, but not for the speed.
+    Resumed bytes count as done, but not for the speed. A step before the first bytes is told at once.
     """
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._last_line_s = time.monotonic()
+        self._begun_s = self._last_line_s = time.monotonic()
+        self._last_step = ""
         self._announced = ExitStack()
         self._tasks: dict[str, TaskID] = {}  # by check
-        self._begun_s: dict[str, float] = {}  # by check
         self._bar: Bar | None = None
         if not quiet and sys.stderr.isatty():
             name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
             self._bar = Bar(
                 BarColumn(12),
                 DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(compact=True),
+                TimeElapsedColumn(),
                 name,
                 console=Console(stderr=True, markup=False, highlight=False),
                 transient=True,
@@ -769,6 +761,7 @@ class ShownProgress:
 
             self._announced.enter_context(announced(say))
         if self._bar is not None:
+            self._tasks[""] = self._bar.add_task("preparing", total=None)
             with suppress(OSError):
                 self._bar.start()
         return self
@@ -783,33 +776,32 @@ class ShownProgress:
 
     def update(self, done: Progress) -> None:
         """Show the progress of a conversion."""
-        self.of_check("", done)
+        self.of_check("writing", done)
 
     def of_check(self, check: str, done: Progress) -> None:
-        """Show the progress of one check of a verification."""
+        """Show the progress of one check of a verification, or of other work by its verb."""
         if self._quiet:
             return
-        text = f"{check} ({done.num_units_done}/{done.num_units}) {printable_line(done.unit)}"
-        text = text.strip()
+        left = "" if done.left_s is None else f"{human_seconds(done.left_s)} left  "
+        unit = f"{check} ({done.num_units_done}/{done.num_units}) {printable_line(done.unit)}"
+        text = left + (done.step or unit)
         if self._bar is not None:
             with suppress(OSError):
                 self._update_bar(self._bar, check, done, text)
             return
         now_s = time.monotonic()
-        passed_s = now_s - self._begun_s.setdefault(check, now_s)
-        if now_s - self._last_line_s < _PLAIN_INTERVAL_S:
+        is_first = done.done_bytes == done.resumed_bytes and done.step != self._last_step
+        if now_s - self._last_line_s < _PLAIN_INTERVAL_S and not is_first:
             return
-        self._last_line_s = now_s
-        speed = ""
-        if passed_s:
-            speed = f"{human_rate((done.done_bytes - done.resumed_bytes) / passed_s)}  "
-        say(f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}  {speed}{text}")
+        self._last_line_s, self._last_step = now_s, done.step
+        size = f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}"
+        say(f"{human_seconds(now_s - self._begun_s)}  {size}  {text}")
 
     def _update_bar(self, bar: Bar, check: str, done: Progress, text: str) -> None:
         if check not in self._tasks:
+            start = self._tasks.pop("", None)
             for task in self._tasks.values():
                 bar.update(task, visible=False)
-            self._tasks[check] = bar.add_task(
-                "", total=max(done.total_bytes, 1), completed=done.resumed_bytes
-            )
-        bar.update(self._tasks[check], completed=done.done_bytes, description=text)
+            self._tasks[check] = bar.add_task("") if start is None else start
+        total, task = max(done.total_bytes, 1), self._tasks[check]
+        bar.update(task, total=total, completed=done.done_bytes, description=text)

@@ -226,13 +226,15 @@ def _measure(
     layers = sorted(first.layers, key=lambda planned: planned.layer.index)
     every = [planned for plan in plans.values() for planned in plan.layers]
     staging = plan_staging(every, resources, reads_ahead=False)
-    meter = Meter(sum(planned.num_bytes_read for planned in layers), len(layers), progress)
+    sizes = {planned.name: planned.num_bytes_read for planned in layers}
+    meter = Meter(sum(sizes.values()), len(layers), progress, sizes)
     before: list[GemmChoice] = []
     with (
         calibrated_inputs(source, first, layers, resources, 1) as inputs,
         bounded_gpu(resources, "Then run the same command again."),
     ):
         assert inputs is not None
+        inputs.announce = meter.announce
         for planned in layers:
             inputs.expect(planned.layer, 1)
         for planned in layers:

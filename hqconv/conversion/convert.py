@@ -197,7 +197,12 @@ def convert(
     units = plan.units if part is None else part.share(plan.units)
     layers = _calibrated_layers(plan.layers)
     num_kept = min(len(layers), staging.num_lanes + 1)
+    sizes = {unit.name: unit.num_bytes_read for unit in units}
+    of_layers = {name: sizes[name] for name in {layer.name for layer in plan.layers} & sizes.keys()}
+    meter = Meter(sum(sizes.values()), len(units), progress, of_layers)
     with calibrated_inputs(source, plan, layers, resources, num_kept, held_out) as inputs:
+        if inputs is not None:
+            inputs.announce = meter.announce
         conversion = _Conversion(
             source=source,
             plan=plan,
@@ -209,7 +214,7 @@ def convert(
             inputs=inputs,
             cache=cache or CachePolicy(),
             units=units,
-            meter=Meter(sum(unit.num_bytes_read for unit in units), len(units), progress),
+            meter=meter,
             profile=StageProfile(),
             part=part,
             started_s=started_s,
@@ -225,6 +230,8 @@ def convert(
         )
         if not report.is_complete:
             return report
+        if held_out:
+            meter.announce("evaluating")
         return finish(report, None if inputs is None else inputs.reference())
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 
@@ -190,7 +191,8 @@ class StageProfile:
 class Progress:
     """Processed bytes of the source, and finished output units (`num_units_done`).
 
-    Resumed bytes are part of `done_bytes`. `unit`: the name of the output unit that made the last progress.
+    Resumed bytes are part of `done_bytes`. `unit`: the name of the output unit that made the last progress. step: the
+    work of the moment, for people. left_s: estimate of the rest; None before the first layer is complete.
     """
 
     unit: str
@@ -199,17 +201,31 @@ class Progress:
     resumed_bytes: int
     num_units_done: int
     num_units: int
+    step: str = ""
+    left_s: float | None = None
 
 
 class Meter:
-    """Counts progress from any thread, and calls `listener` after each step, one call at a time."""
+    """Counts progress from any thread, and calls `listener` after each step, one call at a time.
+
+    layers: name → bytes of the units whose time tells how long the others take. Copied files are faster.
+    """
 
     def __init__(
-        self, total_bytes: int, num_units: int, listener: Callable[[Progress], None] | None
+        self,
+        total_bytes: int,
+        num_units: int,
+        listener: Callable[[Progress], None] | None,
+        layers: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._total_bytes, self._num_units, self._listener = total_bytes, num_units, listener
-        self._done_bytes = self._num_done = self._resumed_bytes = 0
+        self._done_bytes = self._num_done = self._resumed_bytes = self._layer_bytes = 0
+        self._layers, self._begun_s = dict(layers), time.monotonic()
         self._lock = threading.Lock()
+
+    def announce(self, step: str) -> None:
+        """Tell of a step that processes no bytes of a unit."""
+        self._report("", 0, 0, step)
 
     def advance(self, unit: str, num_bytes: int) -> None:
         """Add processed source bytes of a unit."""
@@ -217,17 +233,25 @@ class Meter:
 
     def finish(self, unit: str) -> None:
         """Add a unit whose files are complete."""
+        self._layer_bytes += self._layers.pop(unit, 0)
         self._report(unit, 0, 1)
 
     def resume(self, unit: str, num_bytes: int) -> None:
         """Add a unit that was complete before this run."""
         self._resumed_bytes += num_bytes
+        self._layers.pop(unit, 0)
         self._report(unit, num_bytes, 1)
 
-    def _report(self, unit: str, num_bytes: int, num_units: int) -> None:
+    def _report(self, unit: str, num_bytes: int, num_units: int, step: str = "") -> None:
         with self._lock:
             self._done_bytes += num_bytes
             self._num_done += num_units
             if self._listener is not None:
+                left_s = None
+                if self._layer_bytes:
+                    passed_s = time.monotonic() - self._begun_s
+                    left_s = passed_s * sum(self._layers.values()) / self._layer_bytes
                 counts = (self._done_bytes, self._total_bytes, self._resumed_bytes)
-                self._listener(Progress(unit, *counts, self._num_done, self._num_units))
+                self._listener(
+                    Progress(unit, *counts, self._num_done, self._num_units, step, left_s)
+                )

@@ -17,7 +17,7 @@ from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
 from tests.make.qwen import read_tree
 
-_PROGRESS_LINE = re.compile(r"(\w+: )?[\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  .*\(\d+/\d+\)")
+_PROGRESS_LINE = re.compile(r"[\d.:]+( s)?  [\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  ")
 
 # One process imports everything once; each command runs in a fork of it, with signals as it takes them at its start.
 DRIVER = """
