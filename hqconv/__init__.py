@@ -78,6 +78,10 @@ _MODULES = {  # of names that are not functions of `api`
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module(f"hqconv.{_MODULES.get(name, 'api')}"), name)

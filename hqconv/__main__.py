@@ -14,8 +14,8 @@ from contextlib import suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MESSAGE = (
-    "Interrupted. Incomplete files are marked .partial: run the same command again; "
-    "`convert` goes on with --resume, or begins anew with --overwrite."
+    "Interrupted. Incomplete files are marked .partial. `convert` goes on with --resume, "
+    "or begins anew with --overwrite; run any other command again."
 )
 
 

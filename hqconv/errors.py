@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 
 NUM_SHOWN = 5  # names that a message lists
+_LONG_LIST = 8  # commas of a list that stands below the remedy
 _MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
 
 # C0 but the line feed, DEL, C1, what changes the writing direction or breaks lines, what is not seen, half characters.
@@ -128,7 +129,7 @@ class HqconvError(Exception):
         super().__init__(self.message())
 
     def message(self) -> str:
-        """The parts that were given, one to a line, in a fixed order; nothing in them can change a terminal."""
+        """The parts that were given, one to a line, long lists last; nothing in them can change a terminal."""
         texts = {
             "where": self.where,
             "expected": self.expected,
@@ -136,6 +137,7 @@ class HqconvError(Exception):
             "what to do": self.remedy,
         }
         lines = [f"  {label}: {printable_line(text)}" for label, text in texts.items() if text]
+        lines.sort(key=lambda line: line.count(", ") > _LONG_LIST)
         return "\n".join([printable_line(self.what), *lines])
 
 

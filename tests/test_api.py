@@ -234,3 +234,7 @@ def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_pa
     assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
     (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
     assert not hqconv.verify(tmp_path).passed
+
+
+def test_dir_lists_the_functions() -> None:
+    assert {"convert", "verify", "plan"} <= {*dir(hqconv)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hqconv.io.durable_files import write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import CARD, EVALUATION, MANIFEST, PROJECTIONS, SUMS
 from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.gpu_target import class_of
 from hqconv.schemas.options import RTN
 from hqconv.schemas.untrusted_files import read_json
 
@@ -74,7 +76,7 @@ def _lines(manifest: Manifest) -> Iterator[str]:
         yield f"{ENGINE.name} has no start for these ranks."
     else:
         if manifest.is_kernel:
-            yield f"In a clone of hqconv's repository, whose plugin for {ENGINE.name} reads this artifact:"
+            yield f"hqconv's plugin for {ENGINE.name} reads this artifact. In a clone of {_repository()}:"
             yield from ("", f"    {ENGINE.install_command}")
         yield from (f"    {command}", "")
         yield f"{_REPO} is this repo or a folder with its files."
@@ -89,6 +91,12 @@ def _lines(manifest: Manifest) -> Iterator[str]:
         for projection, error in summary.items()
     ]
     yield from _table(("projection", *_SUMMARY_KEYS), rows)
+
+
+def _repository() -> str:
+    """Return the address of hqconv's repository, by the installed package's project.urls."""
+    urls = dict(url.split(", ", 1) for url in metadata("hqconv").get_all("Project-URL") or ())
+    return str(urls.get("Repository", "hqconv's repository"))
 
 
 _SUMMARY_KEYS = ("min", "median", "max")
@@ -108,11 +116,14 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         ", ".join(dict.fromkeys(spec.schema.name for spec in manifest.overrides.values())),
     )
     yield "left as in the source", ", ".join(manifest.left)
-    yield "quantizer", manifest.quantizer or RTN
+    text = manifest.calibration
+    read = "" if text is None else f": calibrated with {text.num_tokens} tokens of {text.name}"
+    yield "quantizer", f"{manifest.quantizer or RTN}{read}"
     yield "dtypes", f"{manifest.dtype} parameters, {manifest.input_schema} activations"
     if manifest.is_kernel:
-        target = str(manifest.layer_spec.target)
-        yield "for", f"{target}; {manifest.tp} TP x {manifest.ep} EP ranks; no other GPU or ranks"
+        target = manifest.layer_spec.target
+        gpus = f"{class_of(target).gpus} ({target})"
+        yield "for", f"{gpus}; {manifest.tp} TP x {manifest.ep} EP ranks; no other GPU or ranks"
     else:
         yield "for", f"any GPU and ranks that {ENGINE.name}'s `humming` method serves"
     yield (

@@ -70,6 +70,10 @@ def _request_error(error: Any, args: Sequence[str]) -> RequestError:
     path = " ".join(["hqconv", *names])
     found = error.format_message().replace("Value error, ", "")
     remedy = f"`{path} --help` shows what there is."
+    if error.ctx is not None and found.startswith("Missing option"):
+        params = [param for param in error.ctx.command.params if param.required]
+        missing = [param.opts[0] for param in params if not {*param.opts} & {*args}]
+        found = f"Missing option: {', '.join(name for name in missing if name.startswith('--'))}."
     if (extra := re.search(r"extra argument\S* \((\S+?)\)", found)) and names[0] in _WITH_OUT:
         remedy = f"The output is an option: -o {extra[1]}."
     return RequestError("The command line is wrong.", where=path, found=found, remedy=remedy)

@@ -56,6 +56,7 @@ from hqconv.schemas.artifact_names import (
 )
 
 _MAX_PARTS = 9999
+FINISHED, UNFINISHED = "a finished artifact", "an unfinished conversion"
 FOREIGN_FOLDER = "a folder that hqconv did not make, and that is not empty"
 _WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
 DifferenceOf = Callable[[Manifest], Difference | None]
@@ -205,7 +206,7 @@ class OutputFolder:
                 self._take_up(unfinished, resume=resume, overwrite=overwrite)
             elif is_finished:
                 if not overwrite:
-                    raise cannot_use(self.out, "a finished artifact")
+                    raise cannot_use(self.out, FINISHED)
                 self._begin_to_replace(num_bytes, has_journal=of_out is not None)
             else:
                 self._begin(num_bytes)
@@ -287,7 +288,7 @@ class OutputFolder:
             or (root != self.out and not resume)
         ):
             nothing = "a journal that says nothing: nothing to resume"
-            raise cannot_use(self.out, nothing if resume else "an unfinished conversion")
+            raise cannot_use(self.out, nothing if resume else UNFINISHED)
         # else the run was killed before it recorded its identity
         self._work_in(root, journal)
 
@@ -335,7 +336,7 @@ class OutputFolder:
             if moved is not None:
                 moved.close()
             if journal.identity is not None:
-                raise cannot_use(self.out, "an unfinished conversion")
+                raise cannot_use(self.out, UNFINISHED)
             self._discard_old()
             if files_in(self._side) > {JOURNAL}:
                 what = (
@@ -650,8 +651,14 @@ def cannot_use(root: Path, found: str) -> OutputError:
         where=str(root),
         expected="no such folder, an empty one, or with --resume an unfinished conversion",
         found=found,
-        remedy="Choose another with -o, go on with --resume, or replace an artifact with --overwrite.",
+        remedy=_REMEDIES.get(found, "Choose another with -o."),
     )
+
+
+_REMEDIES = {  # by what is found
+    FINISHED: "Replace it with --overwrite, or choose another with -o.",
+    UNFINISHED: "Go on with --resume, begin anew with --overwrite, or choose another with -o.",
+}
 
 
 # --- the files of a folder: which are ours, which are foreign

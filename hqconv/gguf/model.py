@@ -66,7 +66,7 @@ class Metadata:
         if isinstance(value, list):
             value = value[0] if len(set(value)) == 1 else None
         if value is None:
-            what = "The metadata of the GGUF file does not tell a number of the model."
+            what = "The metadata of the GGUF file lacks a number of the model."
             found = self._values.get(full, "no such key")
             raise self._refusal(what, full, "one value", found)
         return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -714,6 +714,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 def architecture_of(meta: Metadata) -> Architecture:
     """Return the row of a file's architecture. Raises RequestError for one without a row."""
     row = ARCHITECTURES.get(meta.architecture)
+    if not meta.has("expert_count") and not any("_exps." in name for name in meta.tensors):
+        raise RequestError(
+            "The GGUF file is of a model without experts.",
+            where=meta.where,
+            expected=f"{meta.architecture}.expert_count, of a Mixture-of-Experts model",
+            remedy="Serve it as it is: hqconv converts experts only.",
+        )
     if row is None:
         raise RequestError(
             "A whole GGUF model of this architecture cannot be converted: what llama.cpp's converter changed in its "

@@ -203,7 +203,10 @@ def check_all_there(root: Path, shards: Sequence[str]) -> None:
         remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
         raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
     what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
-    remedy = "Convert other weight formats to safetensors first."
+    remedy = (
+        'Convert other formats first: python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained('{root}', dtype='auto').save_pretrained('OUT')\"."
+    )
     raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
 
 

@@ -19,7 +19,9 @@ from hqconv.artifact.manifest import (
 )
 from hqconv.conversion.journal import parse_entry, part_journals
 from hqconv.conversion.output_folder import (
+    FINISHED,
     FOREIGN_FOLDER,
+    UNFINISHED,
     cannot_use,
     check_replaceable,
     check_strays,
@@ -274,8 +276,7 @@ def _obstacle(out: Path, *, is_unfinished: bool, continues: bool) -> str | None:
     if out.exists() and not out.is_dir():
         return "a file"
     if is_unfinished or is_artifact(out):
-        state = "an unfinished conversion" if is_unfinished else "a finished artifact"
-        return None if continues else state
+        return None if continues else UNFINISHED if is_unfinished else FINISHED
     return FOREIGN_FOLDER if out.is_dir() and files_in(out) else None
 
 

@@ -17,6 +17,7 @@ from hqconv.artifact.manifest import ManifestSource, read_manifest
 from hqconv.artifact.model_card import card_bytes, read_evaluation, write_evaluation
 from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
+from hqconv.planning.calibration import Calibration
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, evaluation_of, manifest, run
 from tests.make.qwen import write_qwen3_moe
@@ -75,7 +76,9 @@ def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> Non
         "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n"
         in text
     )
-    assert "| for | sm90; 2 TP x 1 EP ranks; no other GPU or ranks |" in text
+    assert (
+        "| for | H100, H200, H20, GH200 (sm90); 2 TP x 1 EP ranks; no other GPU or ranks |" in text
+    )
     assert str(tmp_path) not in text
     worst = max(errors["w1"]["relative_error"] for errors in report.errors.values())
     assert f"| {worst:.5f} |" in text.split("gate (w1)")[1].split("\n")[0]
@@ -93,6 +96,10 @@ def test_a_card_of_a_repo(model: Path, tmp_path: Path) -> None:
     assert "base_model:\n- org/name\nbase_model_relation: quantized\n" in text
     assert f"| source | org/name at {'0' * 40} |" in text
     assert "| schema | int4-g64: uint4, " in text
+    text_of = Calibration("wiki.txt", "", 4096, 512, "cpu", "", "")
+    calibrated = replace(described, quantizer="gptq", calibration=text_of)
+    row = "| quantizer | gptq: calibrated with 4096 tokens of wiki.txt |"
+    assert row in card_bytes(calibrated, None).decode()
     assert f"    hqconv verify . --source org/name --revision {'0' * 40}\n" in text
     assert "vLLM has no start for these ranks." in text
     start, _, body = CARD.rpartition(b"---\n")

@@ -267,6 +267,8 @@ def test_what_may_be_started_in(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match=found) as caught, opened(tmp_path / name):
             pass
         assert caught.value.exit_code == 4
+        for option, states in (("--resume", "an unf"), ("--overwrite", "an unf a fini")):
+            assert (option in caught.value.remedy) == (found[:6] in states)  # no refused choice
     with pytest.raises(OutputError, match="not empty"), opened(tmp_path / "foreign", resume=True):
         pass
     assert files_of(tmp_path / "foreign") == ["photo.jpg"]

@@ -20,6 +20,7 @@ from hqconv import inspect, plan
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.encoding import SourceMatrix
 from hqconv.gguf.header import read_header
+from hqconv.gguf.model import Metadata, architecture_of
 from hqconv.gguf.source import GgufSource, open_gguf
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
@@ -364,7 +365,13 @@ def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:
 
 def test_experts_alone_are_not_enough(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    assert "does not tell a number" in refused(model, RequestError, "Q4_K_M.gguf").what
+    assert "lacks a number" in refused(model, RequestError, "Q4_K_M.gguf").what
+
+
+def test_a_dense_model_is_refused_without_a_config_to_add() -> None:
+    with pytest.raises(RequestError, match="without experts") as error:
+        architecture_of(Metadata("a.gguf", {"general.architecture": "llama"}, {}))
+    assert "config" not in error.value.remedy
 
 
 def test_without_the_library(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -520,7 +520,7 @@ def test_missing_files(tmp_path: Path) -> None:
     refuse(root, "has no config.json", FIRST)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_text("x")
-    refuse(tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index")
+    refuse(tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "save_pretrained")
 
 
 @pytest.mark.parametrize(
