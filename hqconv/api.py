@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -443,9 +444,9 @@ class PublishReport:
     """The result of a publication.
 
     source: name and commit. commit: of the branch that holds the artifact; None if nothing was published. converted,
-    verified, pushed: the reports of the steps that ran. evaluation: of the artifact. over_max_error: projections above
-    the error limit, the worst first. over_max_kl: the divergence is above its limit, or not known. was_published: the
-    repo held the artifact of this request and source before, and no step ran.
+    verified, pushed: the steps' reports. seconds: their times. evaluation: of the artifact. over_max_error: projections
+    above the error limit, the worst first. over_max_kl: the divergence is above its limit, or not known.
+    was_published: the repo held the artifact of this request and source before, and no step ran.
     """
 
     source: dict[str, Any]
@@ -459,6 +460,7 @@ class PublishReport:
     verified: VerificationReport | None = None
     pushed: PushReport | None = None
     evaluation: dict[str, Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     over_max_error: list[dict[str, Any]] = field(default_factory=list)
     over_max_kl: bool = False
 
@@ -541,10 +543,12 @@ def publish(
     )
     out, digest = converted.out, converted.manifest_sha256
     over = over_limits(converted.errors, converted.evaluation, max_error, max_kl)
-    report = replace(report, converted=converted, out=out, manifest_sha256=digest)
+    seconds = {"converted": converted.seconds}
+    report = replace(report, converted=converted, out=out, manifest_sha256=digest, seconds=seconds)
     report = replace(report, evaluation=converted.evaluation, **over)
     if report.over_max_error or report.over_max_kl:
         return report
+    begun_s = time.monotonic()
     verified = verify(
         out,
         src,
@@ -554,12 +558,14 @@ def publish(
         progress=check_progress,
         **vars(run),
     )
+    seconds["verified"], begun_s = time.monotonic() - begun_s, time.monotonic()
     report = replace(report, verified=verified)
     if not verified.passed or verified.manifest_sha256 != digest:
         return report
     pushed = push_artifact(
         out, repo, branch, private=private, announce=announce, manifest_sha256=digest
     )
+    seconds["pushed"] = time.monotonic() - begun_s
     return replace(report, pushed=pushed, commit=pushed.commit)
 
 

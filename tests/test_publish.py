@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -226,12 +227,16 @@ def test_a_damaged_artifact_is_not_published(
 
 def test_the_command(hubs: BothHubs) -> None:
     command = ("publish", "org/source", "org/name", "-o", "out", *OPTIONS)
+    assert "; skipped: verified, pushed." in call(*command, "--max-error", 0.01).stdout
     failed = call(*command, "--max-error", 0.01, "--json", "-q")
     assert (failed.exit_code, "above --max-error" in failed.stderr) == (1, True)
     assert json.loads(failed.stdout)["over_max_error"]
     shown = call(*command)
     assert "org/name holds the artifact, at commit" in shown.stdout
     assert "PASS  files, weights against" in shown.stdout
+    assert re.search(
+        r"^Steps: converted in .*, verified in .*, pushed in ", shown.stdout, re.MULTILINE
+    )
     document = json.loads(call(*command, "--json", "-q").stdout)
     assert (document["was_published"], document["passed"]) == (True, True)
     assert document["source"] == {"name": "org/source", "revision": COMMIT}

@@ -243,7 +243,8 @@ def _read(path: Path, option: str) -> tuple[bytes, str]:
     """Return a text file's bytes and text. Raises RequestError."""
     try:
         raw = read_regular(path, MAX_TEXT_BYTES)
-        return raw, raw.decode()
+        text = raw.decode()
+        return raw, _text_of_lines(path, text) if path.suffix == ".jsonl" else text
     except OSError as error:
         raise RequestError(
             "The text cannot be read.",
@@ -258,6 +259,24 @@ def _read(path: Path, option: str) -> tuple[bytes, str]:
             found=error,
             remedy="Convert the file to UTF-8, or leave it out.",
         ) from error
+
+
+def _text_of_lines(path: Path, text: str) -> str:
+    """Return the texts of JSON lines, each under the key `text` or of `messages`. Raises RequestError for others."""
+    passages = []
+    for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
+        try:
+            document = json.loads(line)
+            messages = document.get("messages")
+            passage = document.get("text") or _BETWEEN.join(str(one["content"]) for one in messages)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                "A line of the text is no JSON object with `text` or `messages`.",
+                where=f"{path}: line {number}",
+                remedy="Give a file with one such object on each line, or plain text under another name.",
+            ) from error
+        passages.append(str(passage))
+    return _BETWEEN.join(passages)
 
 
 def _in_chat_template(text: str, tokenizer: Any) -> str:

@@ -45,6 +45,7 @@ from hqconv.checkup.matrices import (
     spread,
     tangent_of,
 )
+from hqconv.conversion.encode_batch import relative_error
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, InputError, RequestError
@@ -227,7 +228,7 @@ def _conclusion(
 
 
 def _errors(checked: CheckedLayer) -> dict[str, dict[str, Any]]:
-    """Return a layer's errors against the original by projection, and its worst expert's."""
+    """Return a layer's errors against the original by projection, as `verify` does, and its worst expert's."""
     errors = {}
     for role in checked.layer.roles:
         comparisons = {m.place.expert: m.comparison for m in checked.matrices(role) if m.comparison}
@@ -237,7 +238,10 @@ def _errors(checked: CheckedLayer) -> dict[str, dict[str, Any]]:
         figures = comparisons.values()
         nearest = [figure.nearest for figure in figures if not math.isnan(figure.nearest)]
         errors[role] = {
-            "relative_error": float(np.median([figure.error for figure in figures])),
+            "relative_error": relative_error(
+                sum(figure.error**2 * figure.power for figure in figures),
+                sum(figure.power for figure in figures),
+            ),
             "rounding_error": float(np.median([figure.rounding for figure in figures])),
             "nearest_codes": float(np.median(nearest)) if nearest else None,
             "worst_expert": worst,

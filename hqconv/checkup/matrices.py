@@ -320,7 +320,7 @@ class Comparison:
     """Figures of one matrix against the original's, and its faults.
 
     error: Frobenius norm of w - d over that of w; 1 if one of both is zero. rounding: the error that the formats'
-    rounding explains. tangent: of the angle between d and w.
+    rounding explains. tangent: of the angle between d and w. power: Σ w².
     nearest: share of codes that are the nearest to the original's weight, NaN without codes. is_wrong: it is not this
     matrix of the original, and nothing in it explains why. change: what explains it, which another projection may make
     up for; change_fault: it in words, if none does.
@@ -329,6 +329,7 @@ class Comparison:
     error: float
     rounding: float
     tangent: float
+    power: float = 0.0
     nearest: float = math.nan
     faults: list[CheckFinding] = field(default_factory=list)
     is_wrong: bool = False
@@ -373,6 +374,7 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     result = Comparison(0.0, math.hypot(matrix.resolution, original.resolution), 0.0)
     result.faults += _bias_faults(matrix, original)
     power, decoded, dot = (_sum(products) for products in (w.square(), d.square(), w * d))
+    result.power = power
     if not power and not decoded:
         return result
     if not power or not decoded:

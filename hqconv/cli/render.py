@@ -127,6 +127,7 @@ def _plan(document: Document) -> Shown:
         ("tensors", _tensors_text(document["tensors"])),
         ("dropped", _dropped_text(document["tensors"])),
         ("memory", f"{peak}: {workers}, on {document['device']}, plus memory of libraries"),
+        ("time", document["estimated_time"]),
         ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
         ("", _ranks_text(document["rank_bytes"])),
     )
@@ -498,7 +499,10 @@ def _evaluation_facts(document: Document) -> Table:
             "",
             f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}",
         ),
-        ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
+        (
+            "same top token",
+            f"{100 * document['top1_agreement']:.2f} %: as many of 100 next tokens are the source's",
+        ),
     )
 
 
@@ -530,6 +534,10 @@ def _publication(document: Document) -> Shown:
         if document[key] is not None:
             yield from render_step(document[key])
             yield ""
+    seconds = document["seconds"]
+    ran = ", ".join(f"{step} in {human_seconds(time_s)}" for step, time_s in seconds.items())
+    skipped = ", ".join(step for step in steps if step not in seconds)
+    yield f"Steps: {ran}{f'; skipped: {skipped}' * bool(skipped)}."
     if document["commit"] is None:
         yield f"Nothing was published to {place}."
 

@@ -39,7 +39,7 @@ from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batc
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_shard
 from hqconv.conversion.output_folder import OutputFolder, Part, check_finished
-from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
+from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging, time_text
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, size_of, write_whole
@@ -58,6 +58,7 @@ from hqconv.sources.opening import frozen_objects, without_gc
 from hqconv.version import __version__
 
 _LOG = logging.getLogger(__name__)
+_LONG_S = 120  # of a conversion whose time is told before
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,8 @@ def convert(
     if resources.is_cuda and any(layer.encoding.quantizer != RTN for layer in plan.layers):
         check_kernels(resources.device)
 
+    if resources.estimate_s(plan.layers) > _LONG_S or plan.spec.encoding.calibration is not None:
+        _LOG.warning("The conversion takes %s.", time_text(plan.layers, resources))
     units = plan.units if part is None else part.share(plan.units)
     layers = _calibrated_layers(plan.layers)
     num_kept = min(len(layers), staging.num_lanes + 1)

@@ -37,6 +37,12 @@ _PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
 _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which exist at a time
 
 
+# Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
+# weight and column (two busy cores, 100M weights, 2026-11-27), and for a weight with 65,536 tokens (one H200).
+_CPU_BYTE_S, _GPU_BYTE_S = 1.6e-9, 1.3e-10
+_CPU_CALIBRATED_S, _GPU_CALIBRATED_S = 4.2e-9, 2.1e-9
+
+
 @dataclass(frozen=True)
 class Resources:
     """Limits of a conversion. device_name: cpu or cuda:N. max_gpu_bytes: None for most of the free GPU memory."""
@@ -68,6 +74,24 @@ class Resources:
     def threads_per_lane(self) -> int:
         """Number of threads for one batch: more than a few lanes would wait for Python's lock."""
         return max(1, self.num_threads // _CPU_LANES)
+
+    def estimate_s(self, layers: Iterable[MoeLayerPlan], *, on_gpu: bool | None = None) -> float:
+        """Return roughly how long a conversion takes, in seconds, without downloads. on_gpu: None for this device."""
+        is_cuda, total = self.is_cuda if on_gpu is None else on_gpu, 0.0
+        for planned in layers:
+            layer, encoding = planned.layer, planned.encoding
+            byte_s = _GPU_BYTE_S if is_cuda else _CPU_BYTE_S / self.num_threads
+            total += layer.num_bytes * byte_s
+            if encoding.quantizer != GPTQ or encoding.is_direct:
+                continue
+            gate_up = (len(layer.roles) - 1) * layer.hidden_size
+            size = layer.num_experts * layer.hidden_size * layer.intermediate_size
+            if is_cuda:
+                total += size * len(layer.roles) * _GPU_CALIBRATED_S
+            else:
+                columns = gate_up + layer.intermediate_size
+                total += size * columns * _CPU_CALIBRATED_S / self.num_threads
+        return total
 
     def gpu_bytes(self) -> int:
         """Return the limit of GPU memory."""
@@ -119,6 +143,23 @@ class Staging:
     def to_dict(self) -> dict[str, int]:
         """Return the staging as a JSON document."""
         return asdict(self)
+
+
+def time_text(layers: Sequence[MoeLayerPlan], resources: Resources) -> str:
+    """Return an estimate of a conversion's time for people; where a calibration runs on the CPU, a GPU's beside it."""
+    place = plural(resources.num_threads, "thread") if not resources.is_cuda else "one GPU"
+    text = f"about {_rough(resources.estimate_s(layers))} on {place}"
+    if not resources.is_cuda and any(layer.encoding.quantizer == GPTQ for layer in layers):
+        text += f", {_rough(resources.estimate_s(layers, on_gpu=True))} on an H200"
+    return f"{text}, without downloads"
+
+
+def _rough(seconds: float) -> str:
+    """Format `a minute`, `12 minutes`, `27 hours` or `3 days`."""
+    for name, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}s"
+    return "a minute"
 
 
 def plan_staging(

@@ -138,6 +138,11 @@ def compare_on_text(
                 reference = Stream(model, batches)
             stack.callback(reference.stop)
         figures = _figures(reference, layers_by_stage, read_experts, resources.num_threads)
+    if figures["num_predictions"] < _FEW_PREDICTIONS:
+        warnings.append(
+            f"{plural(figures['num_predictions'], 'prediction')} only: the figures are not reliable. Use a text of "
+            "some thousand tokens."
+        )
     calibration = artifact.manifest.calibration
     shared = 0.0 if calibration is None else common_lines(calibration.lines, tokens.raw.decode())
     if shared >= _SHARED_LINES:
@@ -172,6 +177,7 @@ def compare_on_text(
 # --- the evaluation that ends a conversion, over a text that its calibration did not read
 
 _NUM_TOKENS = 8192  # at most
+_FEW_PREDICTIONS = 512
 _LEAST_TOKENS = 512  # of the rest of a calibration's text
 _CONTEXT_LENGTH = 512
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hqconv.calibration.transformers_model import positions_warning
@@ -15,6 +15,7 @@ from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.config_facts import DRAFT_LAYERS_KEYS, is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.models.tensor_names import decoder_layer, is_router, without_wrappers
 from hqconv.planning.calibration import Calibration
@@ -41,6 +42,7 @@ _COUNTED = (
     ),
     ("shared experts", ("n_shared_experts", "num_shared_experts"), re.compile("share")),
 )
+_FEW_PER_EXPERT, _FEW_IN_CONTEXT = 256, 256  # tokens of a calibration
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 
 
@@ -293,6 +295,23 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
         return []
     positions = text_config(config).get("max_position_embeddings")
     return positions_warning(positions, calibration.longest, "--calibrate-context")
+
+
+def few_tokens_notices(calibration: Calibration, layers: Iterable[MoeLayer]) -> list[str]:
+    """Warn of a calibration with few tokens for an expert, or in a sequence."""
+    per_expert = min(calibration.num_tokens * one.top_k // one.num_experts for one in layers)
+    notices = []
+    if per_expert < _FEW_PER_EXPERT:
+        notices.append(
+            f"the calibration reads {plural(calibration.num_tokens, 'token')}, about {per_expert} for an expert: its "
+            f"codes fit these tokens and are worse for others. Give {_FEW_PER_EXPERT} for an expert."
+        )
+    if calibration.longest < _FEW_IN_CONTEXT:
+        notices.append(
+            f"the calibration's sequences have {calibration.longest} tokens: the model behaves otherwise in longer "
+            f"ones. Use a longer text, and --calibrate-context {_FEW_IN_CONTEXT} or more."
+        )
+    return notices
 
 
 def source_warnings(checkpoint: Source) -> list[str]:

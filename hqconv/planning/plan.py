@@ -21,6 +21,7 @@ from hqconv.planning.checks import (
 from hqconv.planning.layer_encoding import plain_layers
 from hqconv.planning.notices import (
     calibration_notices,
+    few_tokens_notices,
     request_warnings,
     source_notices,
     source_warnings,
@@ -190,8 +191,10 @@ def plan_conversion(
     if not options.allow_unserved:
         refuse_unserved(plan.experts, spec)
     if spec.encoding.calibration is not None:
-        encoding = replace(spec.encoding, calibration=spec.encoding.calibration.counted(source))
-        plan = replace(plan, spec=replace(spec, encoding=encoding))
+        calibration = spec.encoding.calibration.counted(source)
+        encoding = replace(spec.encoding, calibration=calibration)
+        few = few_tokens_notices(calibration, experts.layers)
+        plan = replace(plan, spec=replace(spec, encoding=encoding), notices=(*plan.notices, *few))
     if not (options.overrides and (spec.of_layers or left)):
         return plan
     recipes = dict.fromkeys(re.sub(r"[^\w.-]+", "-", one.recipe) for one in options.overrides)

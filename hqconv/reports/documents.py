@@ -29,7 +29,7 @@ from hqconv.conversion.output_folder import (
     listed_files,
     unfinished_folder,
 )
-from hqconv.conversion.resources import Resources, plan_staging
+from hqconv.conversion.resources import Resources, plan_staging, time_text
 from hqconv.errors import InputError, OutputError, RequestError, VerificationError, number_runs
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.checkpoint_files import readable
@@ -246,6 +246,8 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
+        "estimated_seconds": round(resources.estimate_s(plan.layers)),
+        "estimated_time": time_text(plan.layers, resources),
         "warnings": [*plan.warnings, *plan.notices],
     }
 

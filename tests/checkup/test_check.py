@@ -604,3 +604,17 @@ def test_zeros_instead_of_weights(tmp_path: Path) -> None:
         done = call("check", pair[0], "--against", pair[1], "--json")
         (finding,) = json.loads(done.stdout)["damage"]
         assert (done.exit_code, finding["kind"], finding["where"]) == (1, kind, UP)
+
+
+def test_a_relative_error_is_that_of_verify(tmp_path: Path) -> None:
+    """Of all experts together: one that is rounded without any error, and is large, makes it small."""
+    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
+    (path,) = src.glob("*.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if "experts.0.up_proj" in name)
+    tensors[name].fill_(1.0)
+    save_file(tensors, path)
+    made = hqconv.convert(src, tmp_path / "out", schema="int4", layout="checkpoint", device="cpu")
+    ((layer, errors),) = made.errors.items()
+    checked = check(tmp_path / "out", src)["errors"][layer]["w3"]["relative_error"]
+    assert checked == pytest.approx(errors["w3"]["relative_error"], rel=0.01)

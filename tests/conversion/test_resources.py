@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hqconv.conversion.resources import (
     gpu_need,
     pinned_need,
     plan_staging,
+    time_text,
 )
 from hqconv.errors import RequestError
 from hqconv.io.durable_files import copy_whole
@@ -173,3 +175,25 @@ def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_written(
     with source, pytest.raises(RequestError, match="Triton cannot build"):
         convert(source, plan, tmp_path / "out", gpu)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_time_of_a_calibration_on_processors_stands_beside_a_gpus() -> None:
+    """Of Qwen3-30B-A3B: more than a day on two processors, some minutes on a GPU, and a fraction without it."""
+    layer = SimpleNamespace(
+        num_experts=128, hidden_size=2048, intermediate_size=768, roles=("w1", "w3", "w2")
+    )
+    layer.num_bytes = 128 * 3 * 2048 * 768 * 2
+    plans: dict[str, Any] = {
+        quantizer: [
+            SimpleNamespace(
+                layer=layer, encoding=SimpleNamespace(quantizer=quantizer, is_direct=False)
+            )
+        ]
+        * 48
+        for quantizer in ("rtn", "gptq")
+    }
+    two = Resources(CPU, GIB, 2)
+    assert time_text(plans["rtn"], two) == "about a minute on 2 threads, without downloads"
+    told = "about 27 hours on 2 threads, a minute on an H200, without downloads"
+    assert time_text(plans["gptq"], two) == told
+    assert two.estimate_s(plans["gptq"], on_gpu=True) > 60

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hqconv.calibration.transformers_model import _read
 from hqconv.errors import RequestError
 from hqconv.planning.calibration import BUILTIN_TEXT, Calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
+from hqconv.planning.notices import few_tokens_notices
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import with_recipe
 
@@ -97,3 +100,23 @@ def test_a_file_with_the_name_of_the_builtin_text_is_read_where_a_path_is_given(
     found = calibration_of("builtin")
     assert (found.name, found.path) == ("builtin", BUILTIN_TEXT)
     assert found.sha256 == hashlib.sha256(BUILTIN_TEXT.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "warned"), [(65536, 2048, 0), (2048, 2048, 1), (2048, 128, 2)]
+)
+def test_few_tokens_are_warned_of(num_tokens: int, context: int, warned: int) -> None:
+    calibration = Calibration("text", "", num_tokens, context, "cpu", "", "")
+    layer: Any = SimpleNamespace(num_experts=128, top_k=8)
+    assert len(few_tokens_notices(calibration, [layer])) == warned
+
+
+def test_json_lines_are_read_by_their_texts(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a"}\n\n{"messages": [{"content": "b"}, {"content": "c"}]}\n')
+    assert _read(path, "--calibrate")[1].split() == ["a", "b", "c"]
+    for line in ("[1]", "{}", '{"text": 1', '{"messages": [1]}'):
+        path.write_text(line)
+        with pytest.raises(RequestError, match="no JSON object with `text`") as error:
+            _read(path, "--calibrate")
+        assert error.value.where.endswith("line 1")
