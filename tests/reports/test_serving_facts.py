@@ -189,7 +189,7 @@ def test_a_missing_index_is_said(names: tuple[str, ...], tmp_path: Path) -> None
     for name in names:
         (model / f"{name}.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(InputError, match="other weight formats"):
+    with pytest.raises(InputError, match="save_pretrained"):
         hqconv.inspect(model)
 
 
