@@ -39,32 +39,13 @@ REPO = Path(__file__).resolve().parents[1]
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
 CHUNK_BYTES = 8 << 20
+_CONVERT = "convert SOURCE -o OUT --schema mxfp4 --target sm90"
 STARTS = {
-    "help": ["--help"],
-    "schemas": ["schemas"],
-    "inspect": ["inspect", "SOURCE"],
-    "dry-run": [
-        "convert",
-        "SOURCE",
-        "-o",
-        "OUT",
-        "--schema",
-        "mxfp4",
-        "--target",
-        "sm90",
-        "--dry-run",
-    ],
-    "convert": [
-        "convert",
-        "SOURCE",
-        "-o",
-        "OUT",
-        "--schema",
-        "mxfp4",
-        "--target",
-        "sm90",
-        "--overwrite",
-    ],
+    "help": "--help",
+    "schemas": "schemas",
+    "inspect": "inspect SOURCE",
+    "dry-run": f"{_CONVERT} --dry-run",
+    "convert": f"{_CONVERT} --overwrite",
 }
 Found = dict[str, Any]
 
@@ -95,10 +76,7 @@ def verify(job: Found) -> Found:
 
 
 def load(job: Found) -> Found:
-    """Tensors on the device, filled from all rank files (of `folders`); they are there before the time begins.
-
-    `ready`: called before it begins.
-    """
+    """Tensors on the device, filled from all rank files; they are there before the time begins."""
     import torch
 
     from hqconv.artifact.rank_file import RankFile
@@ -108,8 +86,7 @@ def load(job: Found) -> Found:
 
     device = torch.device(job["options"]["device"])
     files = []
-    folders = job["folders"] if "folders" in job else [Path(job["out"], "experts")]
-    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.safetensors")):
+    for path in sorted(Path(job["out"], "experts").rglob("*.safetensors")):
         refs = read_header(path)[0].values()
         tensors = [
             torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs
@@ -118,7 +95,6 @@ def load(job: Found) -> Found:
         files.append((str(path), RankFile(path, path.name, "", "", {}, {}), targets))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    job.get("ready", lambda: None)()
     begun = time.monotonic()
     filler = TensorFiller(files)
     for owner, _, _ in files:
@@ -270,7 +246,7 @@ def starts(args: argparse.Namespace) -> Iterator[Found]:
         ):
             places = {"SOURCE": str(source), "OUT": str(args.work / f"start-{label}")}
             whole_s, _ = timed_process(
-                checkout, ["-m", "hqconv", *(places.get(word, word) for word in words)]
+                checkout, ["-m", "hqconv", *(places.get(word, word) for word in words.split())]
             )
             if number:
                 runs[label].append({"whole_s": whole_s})

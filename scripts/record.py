@@ -1,17 +1,16 @@
-"""Record what tests compare with, and what documents quote: golden outputs, layouts, artifacts, errors, speeds.
+"""Record what tests compare with, and what documents quote: golden outputs, layouts, artifacts, divergences, speeds.
 
     python scripts/record.py artifacts      tests/golden/artifacts.json: digests of whole artifacts, on the CPU
     python scripts/record.py golden         tests/golden/golden.json, *.npz: Humming's ops on hard inputs, on a GPU
     python scripts/record.py layouts        tests/golden/layouts.json: every kernel layout, on a GPU
-    python scripts/record.py errors         docs/measured/errors.json: errors of schemas, on the CPU
     python scripts/record.py divergence     docs/measured/divergence.json: KL of a real model, on a GPU
                              [--schemas …] [--real FOLDER] [--texts FOLDER] [--jobs 8]
     python scripts/record.py speeds         docs/measured/speeds.json: times of kernels on this GPU
                              [--schemas …] [--inputs a16,fp8,int8] [--tokens 1,16,64,8192] [--model NAME:E:K:H:I]
 
 Run the first three only where a change of bytes is meant: with the record, the change is in the commit. They print what
-differs from the record before. The last three are figures of README and docs/quality.md, from which the table of GPUs
-in hqconv/reports/documents.py was made. scripts/record_publishers.py records what other packages write.
+differs from the record before. The last two are figures of README and docs/quality.md, from which the table of GPUs
+in hqconv/schemas/gpu_target.py was made. scripts/record_publishers.py records what other packages write.
 
 `divergence`: the model of `scripts/real_model.py FOLDER --texts FOLDER` is converted with every schema that its sizes
 allow, rounded to nearest and calibrated (14,336 tokens of calib.txt in contexts of 512), and evaluated on 8,192 tokens
@@ -57,11 +56,10 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.kernel_layout.transform import why_not
-from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
-from hqconv.schemas.options import MSE, RTN
+from hqconv.schemas.options import RTN
 from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.verification.kernel import LayerInputs, in_order
@@ -72,48 +70,9 @@ from tests.make import artifacts, golden, layout_cases, matrices
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN, MEASURED = ROOT / "tests" / "golden", ROOT / "docs" / "measured"
-ERRORS, SPEEDS, DIVERGENCE = (
-    MEASURED / f"{name}.json" for name in ("errors", "speeds", "divergence")
-)
+SPEEDS, DIVERGENCE = MEASURED / "speeds.json", MEASURED / "divergence.json"
 CALIBRATED = "calibrated"  # beside `rtn` in DIVERGENCE
-KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
-RANKED = (
-    *PRESETS,
-    *(
-        "int4-g32-e4m3",
-        "int4-g32-e4m3-row",
-        "int4-g16-e4m3",
-        "fp4-g32-e4m3",
-        "fp4-g32-e8m0-row",
-        "int4-g64",
-    ),
-    *(
-        "int4-g32",
-        "int4-g128-zp",
-        "int4-g64-zp",
-        "int6-g128",
-        "int5-g128",
-        "int3-g64",
-        "int3-g32-e4m3",
-        "int2-g32-zp",
-    ),
-    *(
-        "int2-g64",
-        "int2-g64-h64",
-        "int3-g64-h64",
-        "int3-g32-e4m3-h32",
-        "int4-g64-h64",
-        "int4-g32-h32",
-        "nvfp4-h32",
-    ),
-    *(
-        "int4-g32-e4m3-h32",
-        "int4-g32-e4m3-row-h32",
-        "mxfp4-h32",
-        "fp4-g32-e4m3-h32",
-        "int4-g16-e4m3-h32",
-    ),
-)
+RANKED = [*dict.fromkeys([*PRESETS, *json.loads(DIVERGENCE.read_bytes())["schemas"]])]
 TIMED = (
     *("mxfp4", "nvfp4", "fp4-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row"),
     *("int4-g64", "int4-g32", "int4", "int3-g64", "int3-g32-e4m3", "fp8", "int8", "mxfp8"),
@@ -206,42 +165,6 @@ def tell_changes(before: dict[str, Any], cases: dict[str, Any]) -> None:
             name,
         )
     print(len(cases), "cases on record")
-
-
-# --- errors ------------------------------------------------------------------------------------------------
-
-
-def weights() -> dict[str, torch.Tensor]:
-    """Matrices [256, 2048] in bfloat16, by name; rows of all sizes in an octave, as some scales are powers of two."""
-    random, shape = np.random.default_rng(11), (256, 2048)
-    gaussian, heavy = random.standard_normal(shape), random.standard_t(4, shape)
-    outliers = random.standard_normal(shape)
-    outliers[:, ::64] *= 20
-    sizes = 0.02 * np.exp2(random.random((shape[0], 1)))
-    return {
-        k: torch.from_numpy(x * sizes).bfloat16()
-        for k, x in zip(KINDS, (gaussian, heavy, outliers), strict=True)
-    }
-
-
-def errors_of(name: str) -> dict[str, dict[str, float]]:
-    """Relative Frobenius errors of a schema: kind of matrix → quantizer → error."""
-    found: dict[str, dict[str, float]] = {}
-    for kind, matrix in weights().items():
-        for quantizer in (RTN, MSE):
-            [done] = quantize_stacks(
-                [matrix.unsqueeze(0)], resolve_schema(name), DTYPE, quantizer=quantizer
-            )
-            error = math.sqrt(float(done.error) / float(done.power))
-            found.setdefault(kind, {})[quantizer] = round(error, 6)
-    return found
-
-
-def record_errors() -> None:
-    """Errors of every schema on record; one on each line."""
-    about = "Relative errors (Frobenius) of matrices of 256 x 2048 in bfloat16; written by scripts/record.py"
-    lines = ",\n".join(f'  "{name}": {json.dumps(errors_of(name))}' for name in RANKED)
-    ERRORS.write_text(f'{{\n "about": {json.dumps(about)},\n "schemas": {{\n{lines}\n }}\n}}\n')
 
 
 # --- divergence --------------------------------------------------------------------------------------------
@@ -582,9 +505,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "what", choices=("artifacts", "golden", "layouts", "errors", "divergence", "speeds")
-    )
+    parser.add_argument("what", choices=("artifacts", "golden", "layouts", "divergence", "speeds"))
     parser.add_argument("--schemas", help="default: all on record, or timed")
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of the real model")
     parser.add_argument("--texts", type=Path, default=Path(), help="folder of its texts")
@@ -598,7 +519,7 @@ def main() -> None:
         {"speeds": record_speeds, "divergence": record_divergence}[args.what](args)
         return
     records = {"artifacts": record_artifacts, "golden": record_golden, "layouts": record_layouts}
-    {**records, "errors": record_errors}[args.what]()
+    records[args.what]()
 
 
 if __name__ == "__main__":

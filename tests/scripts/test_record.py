@@ -1,4 +1,4 @@
-"""What scripts/record.py records is what docs/measured holds; times alone need a GPU."""
+"""What scripts/record.py records is what docs/measured holds; times alone need a GPU. And the picture of quality."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import resolve_schema
-from scripts import record
-from scripts.record import DIVERGENCE, ERRORS, SPEEDS
+from scripts import picture, record
+from scripts.record import DIVERGENCE, SPEEDS
 from tests.make.calibrated import write_text
 from tests.make.families import save_family
 from tests.make.tokenizer import write_tokenizer
-
-
-@pytest.mark.parametrize("schema", ["mxfp4", "int4-g64-zp", "fp8-e5m2"])
-def test_the_errors_of_the_package_are_what_is_measured(schema: str) -> None:
-    measured = json.loads(ERRORS.read_bytes())["schemas"]
-    assert [*measured] == [*record.RANKED]
-    assert measured[schema] == record.errors_of(schema)
-    assert "record.py" in ERRORS.read_text()
 
 
 def test_a_divergence_is_measured_by_a_conversion_and_its_evaluation(tmp_path: Path) -> None:
@@ -61,3 +51,11 @@ def test_a_wrong_kernel_has_no_time() -> None:
         row = record.row_of(spec, 64, 12.34, error)
         assert row["microseconds"] is None
         assert row["failed"].startswith("kernel error")
+
+
+def test_the_picture_is_drawn_from_the_tables() -> None:
+    page = picture.PAGE.read_text(encoding="utf-8")
+    drawn = picture.picture(page)
+    assert drawn == picture.PAGE.with_suffix(".svg").read_text(encoding="utf-8")
+    assert drawn != picture.picture(page.replace("| 0.0255 |", "| 0.0355 |"))
+    assert drawn.count("<circle") == 17 + 10  # the marks of both models and of their legends
