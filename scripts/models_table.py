@@ -21,7 +21,7 @@ from tests.make.published_outcome import outcome_of
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 HEAD = "| model | model_type | family | layers × experts of [I, H] | source format | activation | twin |\n"
 RULE = "| --- | --- | --- | --- | --- | --- | --- |\n"
-TITLES = {"real": "Published models", "families": "Families and config words, at small sizes"}
+TITLES = {"real": "Published models", "families": "Families and config values, at small sizes"}
 
 
 def main() -> None:

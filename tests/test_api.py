@@ -167,7 +167,10 @@ def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
     assert hqconv.plan(model, config=str(config)).spec.grid.tp == 2
     plan = hqconv.plan(model, config=config, schema="mxfp8", overrides=())
     assert plan.spec.schema.name == "mxfp8"
-    assert hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name == "mxfp4"
+    assert (
+        hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name
+        == "int4-g32-e4m3"
+    )
     config.write_text('target = "b200"')
     assert hqconv.plan(model, config=config).spec.schema.name == RECOMMENDED[0]
     with pytest.raises(RequestError, match="cannot be read"):

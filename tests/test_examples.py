@@ -16,7 +16,8 @@ from tests.make.published import DATA, load, write_sparse
 
 TEXT = (REPO / "docs/examples/models.md").read_text(encoding="utf-8")
 COMMANDS = [
-    shlex.split(line) for line in re.findall(r"^    hqconv (convert .+)$", TEXT, re.MULTILINE)
+    shlex.split(line, comments=True)
+    for line in re.findall(r"^    hqconv (convert .+)$", TEXT, re.MULTILINE)
 ]
 (RATES,) = re.findall(r"^Seconds per GB: (.+)\.$", TEXT, re.MULTILINE)
 ROWS = {

@@ -306,8 +306,10 @@ def workflow(hubs: BothHubs, root: Path, options: str) -> tuple[int, Any]:
     """The step that publishes, as a runner does it: exit code and document."""
     job = yaml.safe_load((REPO / "docs/examples/publish.yml").read_text())["jobs"]["publish"]
     (script,) = (step["run"] for step in job["steps"] if step.get("name") == "publish")
-    inputs = {"SOURCE": "org/source", "REPO": "org/name", "SCHEMA": "mxfp4", "OPTIONS": options}
-    assert job["env"].keys() - inputs.keys() == {"HF_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS"}
+    inputs = {"SOURCE": "org/source", "REPO": "org/name", "OPTIONS": options}
+    assert job["env"].keys() - inputs.keys() == {
+        *("HF_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS", "HQCONV", "NUMBA_CACHE_DIR")
+    }
     command = f'hqconv() {{ "{sys.executable}" -m hqconv "$@"; }}\n{script}'
     environment = {**hub_environment(hubs, root), **inputs}
     done = subprocess.run(["bash", "-ec", command], env=environment, cwd=root, check=False)

@@ -1,10 +1,12 @@
-"""The README: its commands are there, and its example is what comes out."""
+"""The commands of the README and of docs run, in this process and without a GPU; the example is what comes out."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,24 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.schemas.gpu_target import GPU_CLASSES
+from hqconv.reports.documents import describe_gpu
+from scripts import make_checkpoint
 from tests.make import processes
+from tests.make.command import call
 from tests.make.places import REPO
-from tests.make.qwen import write_qwen3_moe
 from tests.make.tokenizer import write_tokenizer
 
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")
-# Of any page: lines of its layers that are a command of ours, with what follows it left out.
-COMMAND = re.compile(r"^    (?:\$ )?(hqconv [^#\n]+)", re.MULTILINE)
+# Of any page: lines of its blocks that are commands. After `$` stands a transcript, which is not run here.
+LINE = re.compile(
+    r"^    (\$ )?((?:git|hqconv|make|pip|python3?|srun|torchrun|vllm) .+)$", re.MULTILINE
+)
+MARK = re.compile(r"# \[(GPU|network|hours)\]")  # of lines that are not run: they need what it says
+SET_UP = "python3 -m venv .venv && . .venv/bin/activate"
 MEASURED = REPO / "docs/measured"  # by scripts/record.py
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")))]
+PAGES = ["README.md", *sorted(str(p.relative_to(REPO)) for p in (REPO / "docs").rglob("*.md"))]
 
 
 def options_of(name: str) -> set[str]:
@@ -33,51 +39,84 @@ def options_of(name: str) -> set[str]:
     return {flag for one in group.commands[name].params for flag in one.opts} | {"--help"}
 
 
+def lines_of(page: str) -> list[tuple[str, ...]]:
+    """The sign of a transcript, and the line."""
+    return LINE.findall((REPO / page).read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_as_they_are_shown(page: str) -> None:
-    for command in COMMAND.findall((REPO / page).read_text(encoding="utf-8")):
-        words = shlex.split(command.replace("…", "").replace("|", " "))
-        flags = {
-            word.partition("=")[0].strip("[]") for word in words if word.strip("[").startswith("-")
-        }
-        unknown = flags - (
-            options_of(words[1]) if not words[1].startswith("-") else {"--install-completion"}
-        )
-        assert not unknown, command
+    """Also those that are not run: their options exist."""
+    for _, line in lines_of(page):
+        program, *words = shlex.split(line.replace("[", " ").replace("]", " "), comments=True)
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if program == "python":
+            known = set(re.findall(r"--[\w-]+", (REPO / words[0]).read_text(encoding="utf-8")))
+        elif program == "hqconv":
+            known = options_of(words[0]) if words[0][0] != "-" else {"--install-completion"}
+        else:
+            continue
+        assert flags <= known, line
 
 
-TARGETS = re.findall(
-    r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \| (\S+) \|$", TEXT, re.MULTILINE
-)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages name: models, an artifact, texts."""
+    root = tmp_path_factory.mktemp("pages")
+    sizes = "--hidden 128 --intermediate 512 --layers 2 --experts 8 --top-k 2 --vocab 64"
+    make_checkpoint.main([str(root / "MODEL"), *sizes.split()])
+    write_tokenizer(root / "MODEL")
+    for name in ("ORIGINAL", "org/model", "real"):
+        shutil.copytree(root / "MODEL", root / name)
+    for seed, name in enumerate(("TEXT", "FILE", "calib.txt", "held-out.txt")):
+        words = random.Random(seed)
+        lines = [" ".join(str(words.randint(1, 63)) for _ in range(64)) for _ in range(80)]
+        (root / name).write_text("\n".join(lines))
+    assert call("convert", root / "MODEL", "-o", root / "OUT", "--schema", "mxfp4").exit_code == 0
+    return root
 
 
-@pytest.mark.parametrize(("gpus", "command", "fp8"), TARGETS)
-def test_every_gpu_of_the_table_has_a_command_that_works(
-    gpus: str, command: str, fp8: str, tmp_path: Path
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(
+    page: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_qwen3_moe(
-        tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256
+    """One after the other, in one folder. What is not hqconv's own command has a mark."""
+    lines = [line for sign, line in lines_of(page) if not sign and line != SET_UP]
+    commands = [line for line in lines if not MARK.search(line)]
+    if not commands:
+        return
+    monkeypatch.chdir(shutil.copytree(models, tmp_path / "pages"))
+    for line in commands:
+        program, *words = shlex.split(line, comments=True)
+        assert program == "hqconv", line
+        words = ["l40s" if word == "GPU" else word for word in words]
+        if "-o" in words and words[0] == "convert":
+            shutil.rmtree(words[words.index("-o") + 1], ignore_errors=True)
+        elif words[0] == "convert":
+            words.append("--overwrite")
+        done = call(*words)
+        assert done.exit_code == 0, (line, done.output)
+
+
+def test_the_command_works_for_every_gpu_that_is_named(models: Path) -> None:
+    """With the schema that `schemas --for` recommends; with fp8 activations, too."""
+    section = TEXT.partition("## Choose the GPU\n")[2].partition("\n## ")[0]
+    named, with_mxfp4 = re.findall(
+        r"`GPU` is .*?\. |`--schema mxfp4` on .*?\. ", section, re.DOTALL
     )
-    write_tokenizer(model)
-    (tmp_path / "text.txt").write_text("1 2 3 4")
-    places = {"SRC": model, "OUT": tmp_path / "out", "TEXT": tmp_path / "text.txt"}
-    words = [str(places.get(word, word)) for word in shlex.split(command)[1:]]
-    done = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
-    assert done.exit_code == 0, (gpus, done.output)
-    assert "warning" not in done.stderr
-    if fp8 != "–":
-        words[words.index("--schema") + 1] = fp8.strip("`")
-        done = CliRunner().invoke(
-            app, [*words, "--input-schema", "fp8", "--dry-run", "--device", "cpu"]
-        )
-        assert done.exit_code == 0, (gpus, done.output)
-
-
-def test_the_table_has_a_row_for_each_class_of_gpus() -> None:
-    assert [
-        (row.gpus, row.command(row.target), f"`{row.fp8_schema}`" if row.fp8_schema else "–")
-        for row in GPU_CLASSES
-    ] == TARGETS
+    gpus, fast = (re.findall(r"`([a-z]\S+)`", text) for text in (named, with_mxfp4))
+    assert {*fast} < {*gpus} > {"a100", "b300", "rtx-pro-6000", "t4"}
+    for gpu in gpus:
+        found = describe_gpu(gpu)
+        assert (found["schema"], gpu in fast) == ("int4-g32-e4m3", found["fp8_schema"] == "mxfp4")
+        options = ["--dtype", "float16"] if gpu == "t4" else []
+        inputs = ["--schema", found["fp8_schema"], "--input-schema", "fp8"]
+        for more in [[], inputs] if found["fp8_schema"] else [[]]:
+            done = call(
+                *("convert", models / "MODEL", "-o", models / "none", "--target", gpu, "--dry-run"),
+                *(*options, *more),
+            )
+            assert done.exit_code == 0, (gpu, done.output)
 
 
 def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
@@ -88,11 +127,10 @@ def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
         (row["schema"], row["input_schema"], row["num_tokens"]): row["microseconds"]
         for row in run["rows"]
     }
-    rows = re.findall(r"^\| `(\S+)` \| [\d.]+ \| (\S+) → \*\*(\S+)\*\* \|", TEXT, re.MULTILINE)
-    assert len(rows) > 3
-    for name, *shown in rows:
-        measured = [divergence[name][how]["kl"] for how in ("rtn", "calibrated")]
-        assert shown == [f"{kl:.3f}" for kl in measured], name
+    figures = divergence["int4-g32-e4m3"]
+    assert "{:.3f} rounded to nearest and {:.3f} calibrated".format(
+        *(figures[how]["kl"] for how in ("rtn", "calibrated"))
+    ) in " ".join(TEXT.split())
     quality = (REPO / "docs/quality.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(\S+)` \| [\d.]+ " + r"\| (\S+) " * 8 + r"\|$", quality, re.MULTILINE)
     assert {row[0] for row in table} >= divergence.keys()
@@ -105,19 +143,9 @@ def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
         assert cells[4:] == expected, name
 
 
-def test_the_table_and_the_set_up_are_there() -> None:
-    assert len(TARGETS) >= 8
-    assert {command.split("--target ")[1].split()[0] for _, command, _ in TARGETS} >= {
-        "a100",
-        "l40s",
-        "h100",
-        "b200",
-    }
-    assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
-
-
 def test_the_readme_shows_some() -> None:
-    assert len(COMMAND.findall(TEXT)) > 8
+    assert len(lines_of("README.md")) > 15
+    assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the example is of a machine without a GPU")
@@ -129,12 +157,19 @@ def test_the_example_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     processes.run([sys.executable, *made[1:]], check=True, capture_output=True)
     for command, (_, shown) in ((converted, layers[1]), (verified, layers[2])):
-        done = CliRunner().invoke(app, command[1:])
+        done = call(*command[1:])
         assert done.exit_code == 0, done.output
         told = [plain(line) for line in done.stdout.splitlines()]
         expected = [plain(line) for line in shown.splitlines() if line.strip() not in ("", "…")]
         assert [line for line in expected if line not in told] == []
-        assert len(expected) > 5
+        assert len(expected) > 4
+    failing = re.findall(
+        r"^    \$ hqconv (convert .+)\n((?:    .*\n)+)",
+        (REPO / "docs/ci.md").read_text(),
+        re.MULTILINE,
+    )
+    for command, document in failing:
+        assert json.loads(call(*shlex.split(command)).stdout) == json.loads(document)
 
 
 def plain(line: str) -> str:

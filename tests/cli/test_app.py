@@ -84,7 +84,7 @@ def test_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     shown = call("convert", "m", "--config", "ends-in-8-bits")
     assert shown.exit_code == 0
     assert "but fp8, a16 activations in 2 layers" in " ".join(shown.stdout.split())
-    assert "The artifact is in m-mxfp4-ends-in-8-bits" in shown.stdout
+    assert "The artifact is in m-int4-g32-e4m3-ends-in-8-bits" in shown.stdout
     again = call("convert", "m", "--config", "ends-in-8-bits", "--overwrite", "--json")
     layers = [f"model.layers.{number}.mlp.experts" for number in (0, 2)]
     assert json.loads(again.stdout)["otherwise"] == {"fp8, a16 activations": layers}

@@ -41,7 +41,7 @@ def mixtral(folder: Path) -> Path:
 # What it is for, and what the plan must say: blocks' conversion, target, activations, ranks.
 PLANNED: dict[str, tuple[Make, str, str, str, int]] = {
     "deepseek-v4-w4a8-h200": (of_format("mxfp4-deepseek-v4"), "direct", "sm90", "fp8-g128", 8),
-    "deepseek-v3-mxfp4-ep8": (of_format("fp8-block"), "requantized", "sm90", "a16", 8),
+    "deepseek-v3-int4-ep8": (of_format("fp8-block"), "requantized", "sm90", "a16", 8),
     "qwen3-235b-int4-tp8": (qwen(intermediate_size=1536), "quantized", "sm90", "a16", 8),
     "gpt-oss-direct": (of_format("mxfp4-gpt-oss"), "direct", "sm90", "a16", 1),
     "kimi-k2-int4-direct": (of_format("ct-int4-g32"), "direct", "sm90", "a16", 8),

@@ -158,7 +158,7 @@ def test_a_recipe_goes_by_its_name(
     command = ["convert", model, "--config", name, "--dry-run", "--json"]
     words = json.loads(call(*command).stdout)
     assert (words["schema"]["name"], list(words["otherwise"])) == (
-        "mxfp4",
+        "int4-g32-e4m3",
         ["fp8, a16 activations"],
     )
     (tmp_path / name).write_text('schema = "int8"\ntarget = "sm90"\n')  # a file of one's own wins
