@@ -143,6 +143,35 @@ def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
         assert cells[4:] == expected, name
 
 
+@pytest.mark.parametrize(
+    ("said", "page", "measured"),
+    [
+        ("from 454 GB to 121 GB", "examples/models.md", "| 454 GB | 121 GB |"),
+        ("3 minutes for Qwen3-30B-A3B, 35 to 51", "examples/models.md", "| 22 and 33 | 35 to 51 |"),
+        ("0.0084 and 0.0066", "quality.md", "| `int4-g32-e4m3` | 4.25 | 0.0084 | 0.0066 |"),
+        (
+            "and 21,694 for 64; in 16 bits 444 and 27,141",
+            "quality.md",
+            "444 and 27,141, 556 and 21,694",
+        ),
+        (
+            "after 18 s with",
+            "serving.md",
+            "| kernel layout, after `hqconv warm` (12.3 s) | 18.4 s |",
+        ),
+        ("stock vLLM after 25 s", "serving.md", "after `hqconv warm` (22.6 s) | 25.2 s |"),
+        ("without them after 38 s", "serving.md", "| checkpoint layout, stock vLLM | 37.5 s |"),
+        ("1,740 rightly, 99.6 %", "check.md", "1,740 of 1,746"),
+        ("951 sound checkpoints", "check.md", "False alarms: 0 in 951 checks"),
+    ],
+)
+def test_a_figure_of_the_readme_stands_where_it_was_measured(
+    said: str, page: str, measured: str
+) -> None:
+    assert said in " ".join(TEXT.split())
+    assert measured in " ".join((REPO / "docs" / page).read_text(encoding="utf-8").split())
+
+
 def test_the_readme_shows_some() -> None:
     assert len(lines_of("README.md")) > 15
     assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
