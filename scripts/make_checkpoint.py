@@ -372,6 +372,10 @@ def write_checkpoint(
     total_bytes = sum(write_shard(folder / name, shard, dtype, draw) for name, shard in pairs)
     files: dict[str, object] = {
         "tokenizer.json": TOKENIZER,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": WORDS[0],
+        },
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False},
         "config.json": config_json(model_type, s, dtype),
     }

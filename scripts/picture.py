@@ -34,10 +34,10 @@ def points(page: str, title: str) -> dict[str, list[tuple[float, float]]]:
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in STYLES}
     for name, rounded, calibrated in re.findall(
-        r"^\| `(\S+)` \| [\d.]+ \| (\S+) \| (\S+) \|", section, re.MULTILINE
+        r"(?m)^\| `(\S+)` \| [\d.]+ \| (\S+) \| (\S+) \|", section
     ):
-        bits = SCHEMAS.get(re.sub(r"-h\d+$", "", name))
-        if bits and name in SCHEMAS:
+        bits = SCHEMAS.get(re.sub(r"-h\d+$", "", name), 0)
+        if name in SCHEMAS:
             found["rounded to nearest"].append((bits, float(rounded)))
             found["calibrated"].append((bits, float(calibrated)))
         elif bits:
@@ -76,4 +76,4 @@ def picture(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.with_suffix(".svg").write_text(picture(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.with_suffix(".svg").write_text(picture(PAGE.read_text()))
