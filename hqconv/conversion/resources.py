@@ -38,9 +38,9 @@ _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which e
 
 
 # Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
-# weight and column (two busy cores, 100M weights, 2026-11-27), and for a weight with 65,536 tokens (one H200).
+# weight and column (two busy cores, 100M weights, 2026-11-27; one H200 with 65,536 tokens, docs/examples/models.md).
 _CPU_BYTE_S, _GPU_BYTE_S = 1.6e-9, 1.3e-10
-_CPU_CALIBRATED_S, _GPU_CALIBRATED_S = 4.2e-9, 2.1e-9
+_CPU_CALIBRATED_S, _GPU_CALIBRATED_S = 4.2e-9, 3.2e-12
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,9 @@ class Resources:
                 continue
             gate_up = (len(layer.roles) - 1) * layer.hidden_size
             size = layer.num_experts * layer.hidden_size * layer.intermediate_size
-            if is_cuda:
-                total += size * len(layer.roles) * _GPU_CALIBRATED_S
-            else:
-                columns = gate_up + layer.intermediate_size
-                total += size * columns * _CPU_CALIBRATED_S / self.num_threads
+            columns = gate_up + layer.intermediate_size
+            weight_s = _GPU_CALIBRATED_S if is_cuda else _CPU_CALIBRATED_S / self.num_threads
+            total += size * columns * weight_s
         return total
 
     def gpu_bytes(self) -> int:
