@@ -247,17 +247,18 @@ def expert_inputs(
     context_length: int,
     device: torch.device,
     limit: tuple[int, str],
-    num_layers: int,
+    num_layers: tuple[int, int],
+    least_bytes: int,
     held_out: Sequence[torch.Tensor] = (),
     num_threads: int = 1,
 ) -> Iterator[ExpertInputs]:
     """Yield the inputs of a source's experts over the first tokens of a text file, two at least.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
-    num_layers: whose inputs are in memory at a time. held_out: token ids [B, T] of other tokens, which go through the
-    same layers in float32, for an evaluation (`ExpertInputs.reference`), with `num_threads` of the CPU, if memory
-    allows. Raises RequestError, before any work, where transformers cannot decode or run the model, or its run does not
-    fit into the limit.
+    num_layers: whose inputs are in memory at a time, and under any limit. least_bytes: of the same limit, for other
+    work. held_out: token ids [B, T] of other tokens, which go through the same layers in float32, for an evaluation
+    (`ExpertInputs.reference`), with `num_threads` of the CPU, if memory allows. Raises RequestError, before any work,
+    where transformers cannot decode or run the model, or its run does not fit into the limit.
     """
     transformers = import_transformers("A calibration runs the model")
     dtype, place = _DTYPES[device.type], str(source.place)
@@ -268,9 +269,16 @@ def expert_inputs(
         batches = batches_of(text, context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
-            model.check_memory([batches], *limit, num_layers=num_layers)
+            num_kept, most_layers = num_layers
+            model.check_memory(
+                [batches],
+                *limit,
+                num_layers=num_kept,
+                most_layers=most_layers,
+                least_bytes=least_bytes,
+            )
             beside = [held_out] * (4 // dtype.itemsize)  # they are run in float32
-            if model.needed_bytes([batches, *beside], num_layers=num_layers) > limit[0]:
+            if model.needed_bytes([batches, *beside], num_layers=num_kept) > limit[0]:
                 _LOG.info("Memory is short: the held-out tokens are run after the conversion.")
                 held_out = ()
             inputs = ExpertInputs(model, batches, held_out, num_threads)

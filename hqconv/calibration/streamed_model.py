@@ -41,7 +41,8 @@ _ROOT = ""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
+_LARGE_BYTES = 1 << 20  # of memory that goes back to the system as soon as it is free
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
 # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
@@ -200,36 +201,55 @@ class StreamedModel:
         streams: Sequence[Sequence[torch.Tensor]],
         *,
         num_layers: int = 0,
-        has_logits: bool = False,
+        comparison_bytes: int = 0,
     ) -> int:
         """Return the memory that streams of token ids [B, T] need.
 
-        num_layers: whose inputs are in memory at a time, of the first stream.
+        num_layers: whose inputs are in memory at a time, of the first stream. comparison_bytes: for the comparison of
+        the streams' logits; 0 where there is none.
         """
         config = self.model.config.get_text_config()
         batches = [ids for stream in streams for ids in stream]
         num_tokens = sum(ids.numel() for ids in batches)
-        num_tokens += num_layers * sum(ids.numel() for ids in streams[0])
-        states = num_tokens * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches)
+        num_inputs = num_layers * sum(ids.numel() for ids in streams[0])
+        # A pass holds the embeddings and the hidden states of its tokens, and the rotations of their positions.
+        head_size = getattr(config, "head_dim", None) or config.hidden_size
+        states = (2 * num_tokens + num_inputs) * config.hidden_size + 2 * num_tokens * head_size
+        states += sum(ids.size(1) ** 2 for ids in batches)
         largest = max(map(self.stage_bytes, self.stages))
         beside = 0
-        if has_logits:
+        if comparison_bytes:
             num_logits = len(streams) * max(ids.numel() for ids in batches) * config.vocab_size
-            beside = largest + num_logits * self.dtype.itemsize
+            beside = largest + 2 * num_logits * self.dtype.itemsize + comparison_bytes
         return int(states * self.dtype.itemsize + max(_LOADING_FACTOR * largest, beside))
 
     def check_memory(
-        self, streams: Sequence[Sequence[torch.Tensor]], limit: int, where: str, **options: Any
+        self,
+        streams: Sequence[Sequence[torch.Tensor]],
+        limit: int,
+        where: str,
+        *,
+        num_layers: int = 0,
+        most_layers: int = 0,
+        least_bytes: int = 0,
+        comparison_bytes: int = 0,
     ) -> int:
-        """Return `needed_bytes`. Raises RequestError for more than `limit`. where: the limit's name."""
-        need = self.needed_bytes(streams, **options)
-        if need > limit:
+        """Return `needed_bytes`. Raises RequestError where this, or `least_bytes` of other work, exceeds `limit`.
+
+        The error names what is enough for both. where: the limit's name. most_layers: `num_layers` under any limit.
+        """
+        need, most = (
+            self.needed_bytes(streams, num_layers=number, comparison_bytes=comparison_bytes)
+            for number in (num_layers, max(num_layers, most_layers))
+        )
+        if max(need, least_bytes) > limit:
             num_tokens = sum(ids.numel() for stream in streams for ids in stream)
             raise RequestError(
                 "The run of the model does not fit into the memory limit.",
                 where=where,
-                expected=f"{need / 2**30:.2f} GiB, for the largest layer and {plural(num_tokens, 'token')}",
-                found=f"{limit / 2**30:.2f} GiB",
+                expected=f"{math.ceil(max(most, least_bytes) / 2**20)} MiB, for the largest layer and "
+                f"{plural(num_tokens, 'token')}",
+                found=f"{limit / 2**20:.0f} MiB",
                 remedy="Allow more with --max-memory, or take fewer tokens or a smaller dtype.",
             )
         return need
@@ -359,7 +379,9 @@ class StreamedModel:
 def _share_free_memory() -> None:
     """Let all threads allocate from one pool: each pass has a thread, whose freed memory no other one could use."""
     with suppress(OSError, AttributeError):  # of a libc without it
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _make_model(
@@ -585,8 +607,8 @@ class Stream:
         for forward_pass in self._passes:
             assert forward_pass.call is not None
             forward_pass.resume(forward_pass.call.run())
-            logits, forward_pass.output = forward_pass.output, None
-            yield logits
+            yield forward_pass.output
+            forward_pass.output = None
 
     def stop(self) -> None:
         """End all passes."""

@@ -156,7 +156,7 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
     beside = Beside()
     if original is not None:
         with of_original():
-            originals = original.map_experts()
+            originals = original.map_experts().without(experts.left, original.tensors)
         pairs = _paired(source, experts, originals, layers, findings)
         with of_original():
             beside = compare_dense(dense, DenseTensors(original, originals, None, max_weights))

@@ -94,8 +94,8 @@ def decoded(matrix: SourceMatrix, num_bits: float) -> Matrix:
     if matrix.coded is None:
         return Matrix(matrix.name, values, _ROUNDING * 2.0 ** -min(num_bits, 9), bias=matrix.bias)
     cells = cell_sizes(matrix.coded)[: values.size(0), : values.size(1)]
-    power = float(values.square().sum(dtype=torch.float64))
-    rounding = float(cells.square().sum(dtype=torch.float64)) / 12
+    power = _sum(values.square())
+    rounding = _sum(cells.square()) / 12
     resolution = math.sqrt(rounding / power) if power else 0.0
     return Matrix(matrix.name, values, resolution, cells, matrix.coded, matrix.bias)
 
@@ -127,9 +127,7 @@ class Facts:
 
 def facts_of(matrix: Matrix) -> Facts:
     """Return the facts of a matrix of finite numbers."""
-    rms = math.sqrt(
-        float(matrix.values.square().sum(dtype=torch.float64)) / max(matrix.values.numel(), 1)
-    )
+    rms = math.sqrt(_sum(matrix.values.square()) / max(matrix.values.numel(), 1))
     return Facts(rms, sketch(matrix.values))
 
 
@@ -266,18 +264,18 @@ def arrangement_faults(
 
 # a sound matrix's tangent, of that of the formats' rounding: a calibration's is larger
 _FURTHER = 8.0
-_EXPLAINED = 3.0  # the same of a matrix that a hypothesis about its fault explains
+_EXPLAINED = 3.0  # the same of a matrix that a hypothesis explains
 _LEAST = 0.004  # a tangent that counts as one of rounding, whose error may be zero
-_CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
+_CHANCE = 4.0  # standard deviations of a cosine
 # limit of the logarithm of the gain: by the squared tangent, beside it, at most
 _GAIN_BY_TANGENT, _GAIN_BESIDE, _GAIN_MOST = 6.0, 0.004, 0.64
-_NEAREST = 1.15  # tangent of a matrix that was rounded to nearest, at most
-_SUSPECT = 1.8  # tangent, of the formats' rounding, from which an explanation is looked for
+_NEAREST = 1.15  # tangent of a matrix rounded to nearest, at most
+_SUSPECT = 1.8  # tangent, of the rounding's, that is to be explained
 _COARSE = 0.5  # logarithm of a gain that rounding of few levels explains
 _SPREAD = 0.02  # of logarithms of factors, that are not the same number
-_SIGNATURE, _NUM_ROWS = 64, 192  # numbers by which a row is found, and rows that are looked for
-_LEAST_SIZE = 16  # of rows that are looked for: shorter ones are alike by chance
-# share of these rows that must be found; cosine of a row that is the same
+_SIGNATURE, _NUM_ROWS = 64, 192  # numbers by which a row is found; rows looked for
+_LEAST_SIZE = 16  # of a row: shorter ones are alike by chance
+# share of these rows to be found; cosine of a row that is the same
 _FOUND, _SAME_ROW = 0.9, 0.6
 
 
@@ -407,9 +405,8 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
         order = _order_of(d, originals, role, bad) if unit == "row" else None
         what = "not the original's" if order is None else order.text
         text = f"{len(bad)} of {len(given.values)}, the first is {unit} {int(bad[0])}"
-        expected = f"the original's {unit}s"
-        fault = CheckFinding(f"{unit}s", f"Some {unit}s are {what}.", expected, text)
-        result.faults.append(fault)
+        texts = f"{unit}s", f"Some {unit}s are {what}.", f"the original's {unit}s", text
+        result.faults.append(CheckFinding(*texts))
         return result
     result.is_wrong = not is_near
     return result
@@ -458,8 +455,9 @@ def _bad_rows(
         if cells is not None:
             own += cells.square().sum(1).double() / 12
     own /= power
-    error = own.sqrt().nan_to_num(0.0, 0.0, 0.0).clamp_min(tangent)
-    limit = (1 + (_FURTHER * error).square()).rsqrt()
+    error = own.sqrt().nan_to_num(0, 0, 0).clamp_min(tangent)
+    # Rows of calibrations: up to 8.4 times.
+    limit = (16 * error).clamp_max(4).atan().cos()
     chance = _CHANCE * tangent**2 / (1 + tangent**2) / math.sqrt(d.size(1))
     is_lost = (decoded == 0) & (power > 1e-3 * power.mean())
     bad = ((cosines < limit - chance) | is_lost).nonzero().flatten()
@@ -470,10 +468,9 @@ def _is_rounded_beside(
     bad: torch.Tensor, result: Comparison, matrix: Matrix, original: Matrix
 ) -> bool:
     """Return whether the rows that are not bad were rounded to nearest: calibrations treat some far worse."""
-    is_good = torch.ones(len(matrix.values), dtype=torch.bool)
-    is_good[bad] = False
-    tangent = tangent_of(cosine(matrix.values[is_good], original.values[is_good]))
-    return tangent < _NEAREST * max(result.rounding, _LEAST)
+    is_good = ~torch.isin(torch.arange(len(matrix.values)), bad)
+    near = cosine(matrix.values[is_good], original.values[is_good])
+    return tangent_of(near) < _NEAREST * max(result.rounding, _LEAST)
 
 
 # --- explanations --------------------------------------------------------------------------------------------

@@ -225,12 +225,12 @@ def _measure(
     first = next(iter(plans.values()))
     layers = sorted(first.layers, key=lambda planned: planned.layer.index)
     every = [planned for plan in plans.values() for planned in plan.layers]
-    staging = plan_staging(every, resources, reads_ahead=False)
+    staging = plan_staging(every, resources, reads_ahead=False, has_model_limit=True)
     sizes = {planned.name: planned.num_bytes_read for planned in layers}
     meter = Meter(sum(sizes.values()), len(layers), progress, sizes)
     before: list[GemmChoice] = []
     with (
-        calibrated_inputs(source, first, layers, resources, 1) as inputs,
+        calibrated_inputs(source, first, layers, resources, staging) as inputs,
         bounded_gpu(resources, "Then run the same command again."),
     ):
         assert inputs is not None

@@ -191,7 +191,9 @@ def convert(
         source.guard.is_hashing = True
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
-    staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
+    staging = plan_staging(
+        plan.layers, resources, reads_ahead=source.reads_ahead, has_model_limit=True
+    )
     if resources.is_cuda and any(layer.encoding.quantizer != RTN for layer in plan.layers):
         check_kernels(resources.device)
 
@@ -199,11 +201,10 @@ def convert(
         _LOG.warning("The conversion takes %s.", time_text(plan.layers, resources))
     units = plan.units if part is None else part.share(plan.units)
     layers = _calibrated_layers(plan.layers)
-    num_kept = min(len(layers), staging.num_lanes + 1)
     sizes = {unit.name: unit.num_bytes_read for unit in units}
     of_layers = {name: sizes[name] for name in {layer.name for layer in plan.layers} & sizes.keys()}
     meter = Meter(sum(sizes.values()), len(units), progress, of_layers)
-    with calibrated_inputs(source, plan, layers, resources, num_kept, held_out) as inputs:
+    with calibrated_inputs(source, plan, layers, resources, staging, held_out) as inputs:
         if inputs is not None:
             inputs.announce = meter.announce
         conversion = _Conversion(
@@ -456,12 +457,12 @@ def calibrated_inputs(
     plan: ConversionPlan,
     layers: Sequence[MoeLayerPlan],
     resources: Resources,
-    num_kept: int,
+    staging: Staging,
     held_out: Sequence[torch.Tensor] = (),
 ) -> Iterator[ExpertInputs | None]:
     """Yield the inputs of some layers' experts over the calibration's text; None where there is nothing to calibrate.
 
-    num_kept: layers whose inputs are kept at a time. held_out: as of `expert_inputs`. Raises as `expert_inputs`, and
+    staging: of the work on them. held_out: as of `expert_inputs`. Raises as `expert_inputs`, and
     RequestError where the text changed since the plan, or the activation of the experts is not known.
     """
     calibration = plan.spec.encoding.calibration
@@ -484,7 +485,8 @@ def calibrated_inputs(
         calibration.context_length,
         resources.device,
         resources.model_limit(),
-        num_kept,
+        (min(len(layers), staging.num_lanes + 1), min(len(layers), resources.max_lanes + 1)),
+        0 if resources.is_cuda else staging.lane_bytes,
         held_out,
         resources.num_threads,
     ) as inputs:

@@ -91,6 +91,11 @@ class Resources:
             total += size * columns * weight_s
         return total
 
+    @property
+    def max_lanes(self) -> int:
+        """Number of batches that are encoded at once on the CPU if memory allows."""
+        return self.num_threads // self.threads_per_lane
+
     def gpu_bytes(self) -> int:
         """Return the limit of GPU memory."""
         if self.max_gpu_bytes is not None:
@@ -161,14 +166,19 @@ def _rough(seconds: float) -> str:
 
 
 def plan_staging(
-    layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
+    layers: Sequence[MoeLayerPlan],
+    resources: Resources,
+    *,
+    reads_ahead: bool = True,
+    has_model_limit: bool = False,
 ) -> Staging:
     """Choose the number of experts in a batch: as many lanes as threads allow shall fit, then as many experts.
 
-    Raises RequestError if not even one batch fits.
+    Raises RequestError if not even one batch fits. has_model_limit: of a calibration on the CPU this is left to
+    `StreamedModel.check_memory`, which knows what the model needs as well.
     """
     is_calibrated = any(map(_is_calibrated, layers))
-    num_lanes = resources.num_threads // resources.threads_per_lane
+    num_lanes = resources.max_lanes
     host = pinned_need if resources.is_cuda and reads_ahead else cpu_need
     limits = [("--max-memory", resources.max_memory_bytes, _largest(map(host, layers)))]
     if resources.is_cuda:
@@ -189,6 +199,8 @@ def plan_staging(
     num_experts = max(_largest_batch(planned, max(1, min(fitting))) for planned in layers)
     for option, limit, need in limits:
         num_lanes = min(num_lanes, limit // need.num_bytes(num_experts))
+        if has_model_limit and is_calibrated and not resources.is_cuda:
+            num_lanes = max(1, num_lanes)
         if not num_lanes:
             raise RequestError(
                 f"A batch of {plural(num_experts, 'expert')} does not fit into the memory limit.",

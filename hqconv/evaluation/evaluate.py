@@ -55,7 +55,8 @@ _LOG = logging.getLogger(__name__)
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 _SHARED_LINES = 0.02  # of a text that is another's
-_NUM_VALUES = 1 << 22  # logits at a time: 32 MiB of float64, and a few times as much
+_NUM_VALUES = 1 << 20  # logits that are compared at a time
+_COMPARISON_BYTES = 8 * 8 * _NUM_VALUES  # float64
 _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -129,7 +130,9 @@ def compare_on_text(
             with running(str(source.place)):
                 model = StreamedModel(transformers, source, folder, dtype, device)
             batches = batches_of(tokens, context_length, device)
-        num_bytes = model.check_memory([batches] * 2, *resources.model_limit(), has_logits=True)
+        num_bytes = model.check_memory(
+            [batches] * 2, *resources.model_limit(), comparison_bytes=_COMPARISON_BYTES
+        )
         layers_by_stage, warnings = _layers_by_stage(model, layers)
         size = f"{num_bytes / 2**30:.1f} GiB"
         _LOG.info("Source and artifact run on %s, in at most %s.", resources.device_name, size)
@@ -420,6 +423,7 @@ def _figures(
             logits = zip(reference.logits(), artifact.logits(), reference.batches, strict=True)
             for source_logits, artifact_logits, ids in logits:
                 divergence.add(source_logits, artifact_logits, ids)
+                del source_logits, artifact_logits
             model.drop(model.head)
         return divergence.figures()
     finally:

@@ -46,9 +46,10 @@ from hqconv.verification.figures import (
     Figures,
     figures_of,
     measure,
-    row_sums,
     sketch,
     strays,
+    strays_of_scales,
+    sums_and_sketch,
 )
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
 from hqconv.verification.result import Finding
@@ -221,14 +222,17 @@ class LayerCheck:
         dtype = self.artifact.param_dtype
         for role, stack in decoded.items():
             weights, schema = expected.weights[role], self.schema.of(role)
-            found_rows, found_sketch = row_sums(stack, weights, schema, dtype)
-            rounded_rows, _ = row_sums(expected.stacks[role], weights, schema, dtype)
-            found, rounded = found_rows.cpu().numpy(), rounded_rows.cpu().numpy()
+            rounded = expected.stacks[role]
+            found_sums, found_sketch = sums_and_sketch(stack, weights, schema, dtype)
+            rounded_sums, _ = sums_and_sketch(rounded, weights, schema, dtype)
             decoded_sketch, source_sketch = found_sketch.cpu(), sketch(weights).cpu()
             for index, result in enumerate(results):
                 result.sketches[role] = Sketches(source_sketch[index], decoded_sketch[index])
                 where = f"layer {self.layer.name}, {role} of expert {experts[index]}"
-                for stray in strays(found[index], rounded[index], stack.codes.size(2)):
+                for stray in (
+                    *strays(found_sums[index], rounded_sums[index]),
+                    *strays_of_scales(stack.scale_value[index], rounded.scale_value[index]),
+                ):
                     result.note(where, *stray)
                     result.is_wrong = True
 

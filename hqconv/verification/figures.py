@@ -107,10 +107,16 @@ class Figures:
 NUM_FIGURES = 9  # of a row of `measure`
 
 # Bounds of calibrated matrices. Measured: docs/quality.md.
-_FURTHER = 8.0  # a matrix's tangent, of that of round-to-nearest; a row's, of its matrix's
+_FURTHER = 5.0  # a matrix's tangent, of that of round-to-nearest
+_QUARTILE = 2.5  # the lower quartile of its columns' tangents, of those of round-to-nearest
+_ROW = (16.0, 4.0)  # a row's tangent: of its matrix's, at most
+_RUN = (4.0, 4.0)  # the same of a run of columns
+_RUN_COLUMNS = 32
 _LEAST_TANGENT = 0.004  # that counts as one of round-to-nearest, whose error may be zero
-_CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
+_CHANCE = 4.0  # standard deviations of a cosine
 _GAIN = (6.0, 0.002, 0.64)  # logarithm of the gain: of the squared tangent, beside it, at most
+_NEARER = 1.1  # to scales of other rows or groups, by squares
+_SHIFTS = ((1, 0), (-1, 0), (1, 1), (-1, 1))  # of scales by rows or groups: number, axis
 _SKETCH = (8, 256)  # rows and columns that tell one expert's matrix from another's
 
 
@@ -205,34 +211,47 @@ def _sums_of_stack(
     return torch.stack(columns, 1)
 
 
-def row_sums(
+@dataclass(frozen=True, eq=False)
+class LineSums:
+    """Sums of w**2, d**2 and w * d over each row and each column, float64 [..., N, 3] and [..., K, 3]."""
+
+    rows: Array
+    columns: Array
+
+
+def line_sums(weights: torch.Tensor, decoded: torch.Tensor) -> LineSums:
+    """Sum up products of matrices [..., N, K]."""
+    w, d = weights.double(), decoded.double()
+    products = [w.square(), d.square(), w * d]
+    rows, columns = (torch.stack([p.sum(axis) for p in products], -1) for axis in (-1, -2))
+    return LineSums(rows.cpu().numpy(), columns.cpu().numpy())
+
+
+def sums_and_sketch(
     stack: DecodedStack, source: torch.Tensor, schema: WeightSchema, param_dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of w**2, d**2 and w * d of each row, float64 [E, N, 3]; and some decoded weights, the sketch, [E, n]."""
+) -> tuple[list[LineSums], torch.Tensor]:
+    """Sums of each expert's lines, and some of its decoded weights, the sketch, [E, n]."""
     num_experts, num_rows, _ = stack.codes.shape
     if not has_loops(stack.codes.device):
         decoded = decoded_weights(stack, schema, param_dtype)
-        return _row_sums(source, decoded), sketch(decoded)
-    sums, sketches = [], []
+        sums = line_sums(source, decoded)
+        return [*map(LineSums, sums.rows, sums.columns)], sketch(decoded)
+    each, sketches = [], []
     chosen = _sketched_rows(num_rows)
     for expert in range(num_experts):
         parts, rows = [], []
         for begin, values in decoded_rows(stack, schema, param_dtype, expert):
             decoded = torch.from_numpy(values)
-            parts.append(_row_sums(source[expert, begin : begin + len(values)], decoded))
+            parts.append(line_sums(source[expert, begin : begin + len(values)], decoded))
             rows += [
                 decoded[row - begin, : _SKETCH[1]].clone()
                 for row in chosen
                 if 0 <= row - begin < len(values)
             ]
-        sums.append(torch.cat(parts))
+        columns = np.sum([part.columns for part in parts], 0)
+        each.append(LineSums(np.concatenate([part.rows for part in parts]), columns))
         sketches.append(torch.cat(rows))
-    return torch.stack(sums), torch.stack(sketches)
-
-
-def _row_sums(weights: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    w, d = weights.double(), decoded.double()
-    return torch.stack([w.square().sum(-1), d.square().sum(-1), (w * d).sum(-1)], -1)
+    return each, torch.stack(sketches)
 
 
 def _sketched_rows(num_rows: int) -> list[int]:
@@ -252,20 +271,27 @@ def tangents(sums: Array) -> Array:
     return np.where((power == 0) & (decoded == 0), 0.0, np.where(dot > 0, found, np.inf))
 
 
-def strays(found: Array, rounded: Array, num_columns: int) -> Iterator[tuple[str, str, str]]:
+def strays(found: LineSums, rounded: LineSums) -> Iterator[tuple[str, str, str]]:
     """Yield what, expected, found where a calibrated matrix is not the source's, as far as a calibration may go.
 
-    found, rounded: row sums [N, 3] of it and of round-to-nearest. Angles do not tell a scale: the gain does.
+    rounded: of round-to-nearest. Angles do not tell a scale: the gain does.
     """
-    totals, of_rounding = found.sum(0), rounded.sum(0)
+    totals, of_rounding = found.rows.sum(0), rounded.rows.sum(0)
     tangent, nearest = float(tangents(totals)), max(float(tangents(of_rounding)), _LEAST_TANGENT)
     cosine, least = 1 / math.hypot(1, tangent), 1 / math.hypot(1, _FURTHER * nearest)
-    if cosine < least - _CHANCE / math.sqrt(len(found) * num_columns):
-        yield (
-            "The calibrated weights are not the source's.",
-            f"cosine >= {least:.4f}",
-            f"{cosine:.4f}",
-        )
+    num_rows, num_columns = len(found.rows), len(found.columns)
+    # How far a sound cosine may be smaller by chance, times the root of its count of numbers.
+    chance = _CHANCE * (1 - cosine**2)
+    what = "The calibrated weights are not the source's."
+    if cosine < least - chance / math.sqrt(num_rows * num_columns):
+        yield what, f"cosine >= {least:.4f}", f"{cosine:.4f}"
+        return
+    # A calibration leaves large errors to columns with small inputs; a fault is in all of them.
+    ratios = tangents(found.columns) / np.maximum(tangents(rounded.columns), _LEAST_TANGENT)
+    quartile = float(np.quantile(ratios, 0.25))
+    if quartile > _QUARTILE:
+        texts = f"errors up to {_QUARTILE:g} times round-to-nearest's", f"{quartile:.2f} times"
+        yield what, f"{texts[0]} in a quarter of the columns", texts[1]
         return
     if totals[2] > 0 < of_rounding[2]:
         gain = totals[2] / of_rounding[2]
@@ -276,20 +302,46 @@ def strays(found: Array, rounded: Array, num_columns: int) -> Iterator[tuple[str
                 f"{gain:.4f} times round-to-nearest's",
             )
             yield "The calibrated weights are larger or smaller than the source's.", *texts
-    of_rows = tangents(found)
-    limits = _FURTHER * np.maximum(max(tangent, nearest), tangents(rounded))
-    chance = (
-        _CHANCE * (1 - cosine**2) / math.sqrt(num_columns)
-    )  # that a sound row lies further out than its matrix
-    far = 1 / np.hypot(1, of_rows) < 1 / np.hypot(1, limits) - chance
-    if far.any():
-        row = int(far.argmax())
-        texts = (
-            f"cosine >= {1 / math.hypot(1, limits[row]):.4f}",
-            f"{1 / math.hypot(1, of_rows[row]):.4f}",
+    begins = range(0, num_columns, _RUN_COLUMNS)
+    runs = [np.add.reduceat(sums.columns, begins) for sums in (found, rounded)]
+    for name, (lines, of_rounded), (factor, most), num_values in (
+        ("row", (found.rows, rounded.rows), _ROW, num_columns),
+        (f"run of {_RUN_COLUMNS} columns", runs, _RUN, num_rows * _RUN_COLUMNS),
+    ):
+        own = tangents(lines)
+        limits = np.maximum(max(tangent, nearest), tangents(of_rounded))
+        limits = np.minimum(factor * limits, np.maximum(most, limits))
+        least_cosines = 1 / np.hypot(1, limits) - chance / math.sqrt(num_values)
+        far = 1 / np.hypot(1, own) < least_cosines
+        if far.any():
+            first = int(far.argmax())
+            yield (
+                f"{name.split()[0].capitalize()}s of the calibrated weights are not the source's.",
+                f"cosine >= {least_cosines[first]:.4f}",
+                f"{1 / math.hypot(1, own[first]):.4f} in {name} {first}; {int(far.sum())} of {len(far)}",
+            )
+
+
+def strays_of_scales(found: torch.Tensor, rounded: torch.Tensor) -> Iterator[tuple[str, str, str]]:
+    """Yield what, expected, found where scales [N, G] are nearer to those of the next or last row or group.
+
+    rounded: of round-to-nearest. Compared by the mean square of their logarithms' differences.
+    """
+    if min(found.shape) < 2 or not bool((found * rounded).all()):
+        return
+    ours, theirs = (scale.double().abs().log2() for scale in (found, rounded))
+    ours = ours - (ours - theirs).mean()
+    own = float((ours - theirs).square().mean())
+    shifted = [float((ours - theirs.roll(*shift)).square().mean()) for shift in _SHIFTS]
+    least = min(shifted)
+    if own > (_NEARER + _CHANCE / math.sqrt(found.numel())) * least:
+        number, axis = _SHIFTS[shifted.index(least)]
+        line = ("row", "group")[axis]
+        yield (
+            "The calibrated weights have scales of other rows or groups.",
+            f"nearest to round-to-nearest's of their own {line}",
+            f"nearer to those of the {'last' if number > 0 else 'next'} one",
         )
-        what = "Rows of the calibrated weights are not the source's."
-        yield what, texts[0], f"{texts[1]} in row {row}; {int(far.sum())} of {len(far)} rows"
 
 
 def figures_of(

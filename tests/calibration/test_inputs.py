@@ -57,7 +57,8 @@ def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
         "context_length": CONTEXT,
         "device": CPU,
         "limit": LIMIT,
-        "num_layers": 1,
+        "num_layers": (1, 1),
+        "least_bytes": 0,
     }
     return expert_inputs(source, folder / "text", **{**values, **options})
 

@@ -81,6 +81,24 @@ SCHEMAS = (
 SCHEMAS += ("int3-g64-h64", "int3-g64+int4-g32")
 
 
+def test_layers_of_an_artifact_that_are_copied_are_not_missing(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "-1"\nschema = "none"\n')
+    hqconv.convert(
+        src, out=tmp_path / "out", schema="mxfp4", target="sm90", config=tmp_path / "recipe.toml"
+    )
+    document = check(tmp_path / "out", src)
+    assert (document["damage"], document["notices"]) == ([], [])
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if "layers.1.mlp.experts.1.up_proj" in name:
+                tensors[name] = tensors[name].flip(0).contiguous()
+        save_file(tensors, path)
+    (finding,) = check(tmp_path / "out", src)["damage"]
+    assert "layers.1.mlp.experts.1.up_proj" in finding["where"]
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])

@@ -251,11 +251,25 @@ def test_a_source_without_a_tokenizer_is_refused(deep: Path, tmp_path: Path) -> 
     assert str(tmp_path / "src") in error.where
 
 
-def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first refusal names what is enough for the model and the experts at work."""
     assert refused(deep, tmp_path / "out", "memory limit", max_memory=1 << 20)
     text = write_text(tmp_path / "text", 400_000)
-    many: dict[str, Any] = {"calibrate_tokens": 400_000, "max_memory": 60 << 20}
-    refused(deep, tmp_path / "out", "run of the model does not fit", calibrate=text, **many)
+    many: dict[str, Any] = {"calibrate_tokens": 400_000, "calibrate": text}
+    message = "run of the model does not fit"
+    refused(deep, tmp_path / "out", message, max_memory=60 << 20, **many)
+    error = refused(deep, tmp_path / "out", message, max_memory=1 << 20, threads=5, **many)
+    enough = int(error.expected.split()[0]) << 20
+    less = refused(deep, tmp_path / "out", message, max_memory=enough // 2, threads=5, **many)
+    assert less.expected == error.expected
+
+    def run(*_: Any) -> None:
+        raise RequestError("It runs.")
+
+    monkeypatch.setattr(inputs, "ExpertInputs", run)
+    refused(deep, tmp_path / "out", "It runs", max_memory=enough, threads=5, **many)
 
 
 # --- sources

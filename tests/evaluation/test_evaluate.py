@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -239,6 +240,32 @@ def test_memory_is_that_of_one_layer(
     ]  # the source's experts, the artifact's; a dense layer
     assert loaded == ["", "model.embed_tokens", *layers, "model.norm", "lm_head"]  # "": of no stage
     assert num_bytes(models[0]) < 4096
+
+
+MEASURED = """
+import resource, sys
+import hqconv
+from hqconv.calibration.streamed_model import StreamedModel
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def checked(self, *args, check=StreamedModel.check_memory, **options):
+    planned = check(self, *args, **options)
+    print(peak(), planned)
+    return planned
+StreamedModel.check_memory = checked
+src, out, text = sys.argv[1:]
+hqconv.evaluate(out, src, text, num_tokens=30_000, context_length=64, device="cpu", threads=1)
+print(peak())
+"""
+
+
+def test_memory_of_many_tokens_is_the_planned(tmp_path: Path) -> None:
+    """A pass keeps embeddings, hidden states and positions; what is free again goes back to the system."""
+    src = write_source(tmp_path / "src", "qwen3_moe", hidden=512)
+    hqconv.convert(src, out=tmp_path / "out", schema="int4-g32", target="sm90", **CPU)
+    (tmp_path / "text").write_text(" ".join(map(str, IDS * 400)))
+    command = [sys.executable, "-c", MEASURED, src, tmp_path / "out", tmp_path / "text"]
+    before, planned, most = map(int, subprocess.check_output(command, text=True).split())
+    assert most - before < planned + (64 << 20)  # code, and stacks of threads
 
 
 def test_any_context(qwen: tuple[Path, Path, Path]) -> None:

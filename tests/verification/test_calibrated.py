@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import torch
 
 from hqconv.calibration.gptq import quantize_by_outputs
 from hqconv.conversion import encode
+from hqconv.quantization.bit_codec import bits_of
+from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.quantized import QuantizedStack, error_sums
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.verification.figures import _row_sums, strays
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.verification.figures import line_sums, strays
+from hqconv.verification.result import NO_EXPERT
 from tests.make.calibrated import OPTIONS, SCHEMAS, correlated, decoded, products_of, write_text
 from tests.make.conversions import assert_verified, check, run, schema_of
 from tests.make.families import save_family
@@ -53,9 +59,7 @@ def judged(
     weights: torch.Tensor, found: torch.Tensor, rounded: torch.Tensor
 ) -> list[tuple[str, str, str]]:
     """What `verify` says of one expert's matrix."""
-    return list(
-        strays(*(_row_sums(weights, one).numpy() for one in (found, rounded)), weights.size(1))
-    )
+    return list(strays(*(line_sums(weights, one) for one in (found, rounded))))
 
 
 def one_row(d: torch.Tensor) -> torch.Tensor:
@@ -133,6 +137,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    save_family(folder / "src", "qwen3_moe", hidden=256, inner=256, experts=2)
+    write_tokenizer(folder / "src")
+    write_text(folder / "text")
+    return folder
+
+
 def convert(source: Path, out: Path, schema: str, grid: Grid | None = None, **options: Any) -> None:
     run(
         source / "src",
@@ -155,6 +168,7 @@ def test_sound_artifacts_pass(source: Path, tmp_path: Path, schema: str) -> None
 
 
 Stacks = list[torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 WRONG: dict[str, tuple[Callable[[Stacks], Stacks], str]] = {
     "experts": (
         lambda stacks: [one.roll(1, 0) for one in stacks],
@@ -198,3 +212,107 @@ def test_a_conversion_that_took_other_weights(
         for f in result.findings
     ]
     assert any(what in one.what for one in found), found
+
+
+# --- a faulty quantizer, which records the errors of what it wrote
+
+
+def shifted_scales(*shift: int) -> Callable[[Tensors, WeightSchema], Tensors]:
+    def change(tensors: Tensors, schema: WeightSchema) -> Tensors:
+        scales = scales_of(tensors, schema)
+        stored = bits_of(scales.stored).roll(*shift).view(scales.stored.dtype)
+        zero = scales.zero if scales.zero is None else scales.zero.roll(*shift)
+        return tensors | replace(scales, stored=stored, zero=zero).tensors(schema, "bfloat16")
+
+    return change
+
+
+def further_zero_points(number: int) -> Callable[[Tensors, WeightSchema], Tensors]:
+    def change(tensors: Tensors, schema: WeightSchema) -> Tensors:
+        scales = scales_of(tensors, schema)
+        assert scales.zero is not None
+        zero = (scales.zero + number).clamp(0, 2**schema.num_bits - 1)
+        return tensors | replace(scales, zero=zero).tensors(schema, "bfloat16")
+
+    return change
+
+
+def repeated_columns(tensors: Tensors, schema: WeightSchema) -> Tensors:
+    """An eighth of the columns twice, with its scales."""
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in ("weight", "weight_scale"):
+        eighth = tensors[name].size(2) // 8
+        tensors[name][..., :eighth] = tensors[name][..., eighth : 2 * eighth]
+    return tensors
+
+
+FAULTY: dict[str, tuple[Callable[[Tensors, WeightSchema], Tensors], str, str]] = {
+    **{
+        f"scales of the {name} {line}": (
+            shifted_scales(shift, axis),
+            "scales of other rows or groups",
+            "mxfp4 nvfp4 int2-g32-zp int4-g32-zp int3-g32-zp",
+        )
+        for name, shift in (("next", -1), ("last", 1))
+        for line, axis in (("row", 1), ("group", 2))
+    },
+    "columns": (
+        repeated_columns,
+        "weights are not the source's",
+        "mxfp4 int4-g32 int3-g32 int2-g32",
+    ),
+    **{
+        f"zero points {number:+}": (
+            further_zero_points(number),
+            "weights are not the source's",
+            "int4-g32-zp int4-g64-zp",
+        )
+        for number in (1, -1)
+    },
+}
+
+
+def age(stacks: Stacks) -> Stacks:
+    """Another version: its cosine with the weights is .9."""
+    return [
+        (0.9 * one + math.sqrt(1 - 0.9**2) * one.std() * torch.randn_like(one)).to(one.dtype)
+        for one in stacks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "schema"),
+    [
+        *((name, schema) for name in FAULTY for schema in FAULTY[name][2].split()),
+        *(("version", schema) for schema in ("mxfp4", "nvfp4", "int4-g32-e4m3", "int8")),
+    ],
+)
+def test_a_faulty_quantizer(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, schema: str
+) -> None:
+    def quantize(stacks: Stacks, words: WeightSchema, *more: Any) -> list[QuantizedStack]:
+        results = quantize_by_outputs(age(stacks) if fault == "version" else stacks, words, *more)
+        for stack, result in zip(stacks, results, strict=True):
+            if fault in FAULTY:
+                result.tensors.update(FAULTY[fault][0](result.tensors, words))
+            error, power = error_sums(stack, result.tensors, words)
+            result.error.copy_(error)
+            result.power.copy_(power)
+        return results
+
+    monkeypatch.setattr(encode, "quantize_by_outputs", quantize)
+    convert(wide, tmp_path / "out", schema)
+    what = FAULTY[fault][1] if fault in FAULTY else "weights are not the source's"
+    findings = [
+        finding
+        for result in check(tmp_path / "out", wide / "src", "weights").results
+        for finding in result.findings
+    ]
+    assert findings
+    assert {f.what for f in findings if what not in f.what} <= {
+        "The calibrated weights are not the source's.",
+        "Rows of the calibrated weights are not the source's.",
+        "The calibrated weights are larger or smaller than the source's.",
+        NO_EXPERT,
+    }, findings
+    assert any(what in one.what for one in findings), findings
