@@ -639,7 +639,8 @@ def to_kernel(
 def dequantize(path: StrPath, *, layer: str, check_digests: bool = True) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
-    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts. check_digests:
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts, or that of a quantized linear layer beside the
+    experts, e.g. model.layers.0.self_attn.q_proj, of which `weight` [N, K] is returned. check_digests:
     compare the layer's files with the manifest's digests at their first reading in this process.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where

@@ -1,6 +1,7 @@
 """Prove on a GPU, with vLLM, that artifacts are served right; and measure starts and tokens per second.
 
     python scripts/check_serving.py layouts [--schemas mxfp4,…] [--tp 2 [--ep]]  answers of both layouts; sleep; warm
+    python scripts/check_serving.py dense [--schemas int8,…]                     linear layers quantized too: speed
     python scripts/check_serving.py eplb [--schemas …] --tp 2                    answers while experts move
     python scripts/check_serving.py model DIR --calibrate TEXT --text TEXT       a real model: perplexity, answer, speed
     python scripts/check_serving.py reload [--schemas …]                         new weights in place, as in RL
@@ -134,6 +135,7 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     out, engine = work / "kernel", engine_of(args)
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
     words["input_schema"] = args.inputs
+    words["dense"] = args.dense
     hqconv.convert(source, out, **words | ranks_of(args), allow_unserved=True)
     command("warm", str(out), "--kernels", str(work / "warm"), "-q")
     num_warm = len(list((work / "warm").rglob("*.cubin")))
@@ -144,7 +146,8 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     }
     mine = serve(out, work, {**engine, "enable_sleep_mode": True}, sleeps=True, **told)
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
-    assert mine["num_kernels"] == num_warm, f"{num_warm} of {mine['num_kernels']} kernels were warm"
+    num_cold = mine["num_kernels"] - num_warm
+    assert args.dense or not num_cold, f"{num_cold} kernels were not warm"
     cells = [f"start with {num_warm} kernels of hqconv warm {mine['started_s']:.0f} s"]
     first, *more = resolve_layer_schema(schema).each
     if not more and not ENGINE.checkpoint_layout_obstacle(first, "bfloat16"):
@@ -153,6 +156,27 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
         stock = serve(work / "stock", work, engine, variables=variables, **told)
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
         cells.append(f"same answers as the checkpoint layout, start {stock['started_s']:.0f} s")
+    return cells
+
+
+def dense(schemas: str, args: argparse.Namespace, work: Path) -> list[str]:
+    """Serve shapes of Qwen3-30B-A3B, linear layers beside the experts in each schema: tokens per second, memory."""
+    sizes = {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8, "vocab": 38_000}
+    source = make_source(work / "source", layers=12, distinct_layers=2, head_dim=128, **sizes)
+    words: dict[str, Any] = {"schema": "int4-g32-e4m3", "target": target_here().name}
+    (work / "gate").touch()
+    cells = []
+    for schema in ("none", *schemas.split(",")):
+        hqconv.convert(source, work / schema, **words, dense=schema, device="cuda")
+        job: dict[str, Any] = {"speed": [1, 64], "gate": str(work / "gate")}
+        job["cache"] = work / "cache"
+        report = serve(work / schema, work, FAST, **job)
+        speed = ", ".join(
+            f"{value:.0f} tokens/s for {n}" for n, value in report["tokens_per_s"].items()
+        )
+        start = f"first token {report['first_token_s']:.0f} s"
+        cells.append(f"{schema}: {speed}; {start}; {report['ranks'][0]}")
+        print(cells[-1], flush=True)
     return cells
 
 
@@ -496,6 +520,8 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
             (s,): partial(layouts, s, args)
             for s in (args.schemas.split(",") if args.schemas else SERVED)
         }
+    if args.what == "dense":
+        return {("dense",): partial(dense, args.schemas or "int8,int4-g32-e4m3", args)}
     if args.what == "eplb":
         case = eplb
         return {
@@ -513,12 +539,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("layouts", "eplb", "model", "reload", "starts"))
+    parser.add_argument("what", choices=("layouts", "dense", "eplb", "model", "reload", "starts"))
     parser.add_argument("model", type=Path, nargs="?", help="folder of the real model")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--schemas", default="")
     parser.add_argument("--inputs", default="a16")
+    parser.add_argument("--dense", help="schema of linear layers beside the experts, of `layouts`")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)

@@ -73,7 +73,7 @@ class Sizes:
 
     @property
     def heads(self) -> int:
-        return max(1, self.hidden // self.head_dim)
+        return max(1, self.hidden // 64)
 
     @property
     def kv_heads(self) -> int:
@@ -423,6 +423,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shared", type=positive, help="shared experts (deepseek_v3 only; 1 if not given)"
     )
+    parser.add_argument("--head-dim", type=positive, default=64, help="of hidden size / 64 heads")
     parser.add_argument("--vocab", type=positive, default=2048, help="vocabulary size")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of every weight")
     parser.add_argument("--shard-size", type=size_bytes, default="100MB", help="largest shard")
@@ -448,7 +449,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 for a request that cannot be met."""
     a = parse(arguments)
-    sizes = Sizes(a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.shared or 1, a.vocab)
+    sizes = Sizes(
+        a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.shared or 1, a.vocab, a.head_dim
+    )
     draw = None if a.sparse else Draw(a.seed, a.dtype, a.distinct_layers)
     total = write_checkpoint(a.out, a.model_type, sizes, a.dtype, a.shard_size, draw)
     print(

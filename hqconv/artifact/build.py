@@ -18,6 +18,7 @@ from hqconv.artifact.manifest import (
     GemmEntry,
     Manifest,
     ManifestLayer,
+    ManifestLinear,
     ManifestSource,
     ProjectionError,
     SourceFileEntry,
@@ -76,13 +77,31 @@ def artifact_config(origin: Origin, experts: ExpertMap, spec: ConversionSpec) ->
     if spec.layout == names.CHECKPOINT:
         layers = [layer.name for layer in experts.layers]
         config = ENGINE.checkpoint_config(spec.schema, layers, experts.left)
+        if experts.linear:
+            config = dense_config(experts, spec, config)
     else:
         document = names.refuse_transformers(document)
+        source_config = origin.source.quantization_config
+        if experts.linear:
+            source_config = dense_config(experts, spec)
         config = names.hqconv_quantization_config(
-            spec.layer_spec, origin.source.quantization_config, is_mixed=is_mixed(experts, spec)
+            spec.layer_spec, source_config, is_mixed=is_mixed(experts, spec)
         )
     document["quantization_config"] = config
     return document
+
+
+def dense_config(
+    experts: ExpertMap, spec: ConversionSpec, of_experts: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the engine's config of the linear layers. of_experts: that of experts, which they are added to."""
+
+    groups = (*experts.linear, *experts.left_linear)
+    modules = {group.name: group.roles for group in groups}
+    schemas = {
+        group.name: spec.layer_spec_of(group.name).schema.of("w13") for group in experts.linear
+    }
+    return ENGINE.dense_config(modules, schemas, of_experts)
 
 
 def shard_index(units: Sequence[OutputUnit]) -> dict[str, Any]:
@@ -127,6 +146,15 @@ def planned_manifest(
             for unit in units
             if isinstance(unit, MoeLayerPlan)
         },
+        linear_layers={
+            layer.name: ManifestLinear(
+                source_dtype=layer.dtype,
+                shapes={role: list(layer.shape(role)) for role in layer.roles},
+                quantization_error={},
+            )
+            for layer in experts.linear
+        }
+        or None,
         files={},
         tensors=TensorAccounting(
             converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped
@@ -202,6 +230,10 @@ def completed_manifest(
     errors: layer → projection → its quantization error. scales: layer → GEMM → the static scale of its activations,
     where there is one. files: every file but the manifest and the model card. source_files: with their digests.
     """
+
+    def projections(name: str) -> dict[str, ProjectionError]:
+        return {role: ProjectionError.from_dict(error) for role, error in errors[name].items()}
+
     blocks = {}
     for name, layer in planned.blocks.items():
         gemms: dict[str, Any] = {}
@@ -209,15 +241,17 @@ def completed_manifest(
             entry = layer.gemm(gemm)
             assert entry is not None  # only the kernel layout has static scales
             gemms[gemm] = replace(entry, input_scale=scale)
-        projections = {
-            role: ProjectionError.from_dict(error) for role, error in errors[name].items()
-        }
-        blocks[name] = replace(layer, quantization_error=projections, **gemms)
+        blocks[name] = replace(layer, quantization_error=projections(name), **gemms)
+    linear_layers = {
+        name: replace(layer, quantization_error=projections(name))
+        for name, layer in (planned.linear_layers or {}).items()
+    }
     return replace(
         planned,
         source=replace(planned.source, files=list(source_files)),
         warnings=list(warnings) or None,
         blocks=blocks,
+        linear_layers=linear_layers or None,
         files=_files(files),
     )
 

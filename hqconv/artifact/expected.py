@@ -30,7 +30,7 @@ from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit, has_index
-from hqconv.planning.plan import plan_units
+from hqconv.planning.plan import plan_units, with_dense
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
@@ -109,6 +109,8 @@ def expected_artifact(artifact: Artifact, source: Source | None) -> ExpectedArti
     if artifact.left:
         experts = experts.without(artifact.left, tensors)
     spec = artifact.spec
+    if spec.dense:
+        experts = with_dense(experts, tensors, spec)
     experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
     return ExpectedArtifact.of(origin, experts, spec, plan_units(experts, tensors, spec))
 
@@ -137,6 +139,8 @@ def _recorded_tensors(artifact: Artifact) -> dict[str, TensorRef]:
     for path in artifact.manifest.files:
         if artifact.is_shard(path):
             known |= artifact.header(path)[0]
+    for name in artifact.manifest.linear_layers or ():
+        known |= dict(artifact.linear_weights(name))
     unknown = TensorRef("", "BF16", (1,), 0, 0, 0)
     for name in artifact.layers:
         layer = artifact.moe_layer(name)
@@ -172,12 +176,14 @@ def _recorded_experts(
     if any(_is_known_by_names(layer) for layer in layers):
         return map_experts(tensors, config, artifact.manifest.source.quantization_config)
     recorded = artifact.manifest.tensors
+    linear = artifact.manifest.linear_layers or {}
+    dense = [name for name, layer in recorded.converted.items() if layer in linear]
     return ExpertMap(
         family=artifact.manifest.family,
         chosen_because="",
         layers=tuple(layers),
-        converted=recorded.converted,
-        copied=tuple(recorded.copied),
+        converted={k: layer for k, layer in recorded.converted.items() if layer not in linear},
+        copied=(*recorded.copied, *dense),
         dropped=recorded.dropped,
     )
 

@@ -46,7 +46,9 @@ _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
 def roles_of(layer: MoeLayer, gemm: str) -> list[str]:
-    """Return the projections of a GEMM: `w1` (if gated) and `w3`, or `w2`."""
+    """Return the projections of a GEMM: `w1` (if gated) and `w3`, or `w2`; all of a linear group are of w13."""
+    if layer.is_linear:
+        return [*layer.roles] if gemm == "w13" else []
     return [role for role in (("w1", "w3") if gemm == "w13" else ("w2",)) if role in layer.roles]
 
 
@@ -357,16 +359,13 @@ def read_packed_expert(
 ) -> DecodedStack | None:
     """Read one projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
     base = layer.module(expert, role) + "."
-    shape, schema = (
-        (layer.hidden_size, layer.intermediate_size),
-        artifact.schema_of(layer.name).of(role),
-    )
+    schema = artifact.schema_of(layer.name).of(role)
     try:
         dtypes, arrays = artifact.read_module(base, shards)
     except (HqconvError, OSError) as error:
         note_error(f"tensors {base}*", error, note)
         return None
-    expected = packed_shapes(shape if role == "w2" else shape[::-1], schema, artifact.param_dtype)
+    expected = packed_shapes(layer.shape(role), schema, artifact.param_dtype)
     found = {name: (dtypes[name], array.shape) for name, array in arrays.items() if name != "bias"}
     if found != expected:
         where = f"{shards.get(base + 'weight', 'no file')}, tensors {base}*"

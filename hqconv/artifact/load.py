@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hqconv.artifact.expert_reader import ExpertReader
+from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert
 from hqconv.artifact.rank_file import RankFile
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import check_digests as check_digests_of
@@ -21,9 +21,10 @@ from hqconv.io.pipeline import host_buffer, pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack, decoded_weights, unrotated
 from hqconv.layout_decoder.scales import float_values
+from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.tensors import code_of
+from hqconv.schemas.tensors import code_of, torch_dtype
 
 _NUM_THREADS = 8
 # Decoded at once: of a GPU 256 MiB of float32, and a few times as much during decoding; on the CPU one expert.
@@ -133,13 +134,22 @@ def dequantize(
 ) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
-    Rotated weights are turned back, so that they compare with the source's.
+    Of a quantized linear layer beside the experts, by its name in the source: `weight` [N, K]. Rotated weights are
+    turned back, so that they compare with the source's.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
     there are biases. Raises RequestError for an unknown layer or the checkpoint layout, VerificationError
     where a file is damaged.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
+        for name in artifact.manifest.linear_layers or ():
+            if layer.rpartition(".")[0] == name.rpartition(".")[0]:
+                group = artifact.linear_group(name)
+                modules = {group.module(0, role): role for role in group.roles}
+                if layer in modules:
+                    digests = check_digests
+                    weights = linear_weights(artifact, group, check_digests=digests)
+                    return {"weight": weights[modules[layer]]}
         _check_layer(artifact, layer)
         moe_layer = artifact.moe_layer(layer)
         artifact.rank_forms(moe_layer, refuse)
@@ -154,6 +164,47 @@ def dequantize(
                         found[name] = torch.empty(moe_layer.num_experts, *values.shape)
                     found[name][expert] = values
     return found
+
+
+def linear_weights(
+    artifact: Artifact, group: LinearGroup, *, check_digests: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a linear group by role, float32 [N, K]. Raises VerificationError for damaged files."""
+    shards = artifact.shards()
+    schema = artifact.schema_of(group.name).of("w13")
+    found = {}
+    for role in group.roles:
+        name = f"{group.module(0, role)}.weight"
+        path = shards.get(name, "")
+        expected = artifact.manifest.files[path].sha256 if path else "a tensor of this name"
+        sha256 = artifact.digest_of(path) if path and check_digests else expected
+        if not path or sha256 != expected:
+            refuse(path or name, "A file is damaged.", expected, sha256 if path else "none")
+        stack = read_packed_expert(artifact, group, role, 0, shards, refuse)
+        assert stack is not None
+        if bool(stack.wrong.any()):
+            refuse(name, "The weights have values that no conversion writes.", "", "")
+        found[role] = decoded_weights(stack, schema, artifact.param_dtype)[0]
+    return found
+
+
+def packed_linear(
+    artifact: Artifact, group: LinearGroup, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the packed tensors of a linear group on a device: those of its modules one above the other."""
+    shards = artifact.shards()
+    each: dict[str, list[torch.Tensor]] = {}
+    for role in group.roles:
+        dtypes, arrays = artifact.read_module(f"{group.module(0, role)}.", shards)
+        for name, array in arrays.items():
+            if name != "bias":
+                flat = torch.from_numpy(array.reshape(-1).view("uint8"))
+                tensor = flat.view(torch_dtype(dtypes[name])).view(array.shape)
+                each.setdefault(name, []).append(tensor.to(device))
+    return {
+        name: tensors[0] if tensors[0].numel() == 1 else torch.cat(tensors)
+        for name, tensors in each.items()
+    }
 
 
 def decoded_experts(

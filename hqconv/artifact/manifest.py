@@ -328,6 +328,15 @@ class ManifestLayer(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ManifestLinear(Entry):
+    """A group of quantized linear layers, a value of the key `linear_layers`. shapes: module → [out, in]."""
+
+    source_dtype: str
+    shapes: dict[str, list[int]]
+    quantization_error: dict[str, ProjectionError]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorAccounting(Entry):
     """Names of the source's tensors: converted → layer, copied, dropped → reason. There may be a million."""
 
@@ -377,6 +386,7 @@ class Manifest(Entry):
     family: str
     warnings: list[str] | None = None
     blocks: dict[str, ManifestLayer]
+    linear_layers: dict[str, ManifestLinear] | None = None
     files: dict[str, FileEntry]
     tensors: TensorAccounting
     digest: str | None = None
@@ -436,8 +446,17 @@ class Manifest(Entry):
             raise damaged(f"{where}{key}", expected, found) from error
 
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return layer name → projection → the JSON object of its quantization error."""
-        return {name: layer.errors() for name, layer in self.blocks.items()}
+        """Return layer or linear group → projection → the JSON object of its quantization error."""
+        return {
+            name: {role: error.to_dict() for role, error in errors.items()}
+            for name, errors in self.projection_errors().items()
+        }
+
+    def projection_errors(self) -> dict[str, dict[str, ProjectionError]]:
+        """Return layer or linear group → projection → its quantization error."""
+        found = {name: layer.quantization_error for name, layer in self.blocks.items()}
+        linear = self.linear_layers or {}
+        return found | {name: group.quantization_error for name, group in linear.items()}
 
     def missing_files(self, size_of: Callable[[str], int | None]) -> list[str]:
         """Return the listed files that are missing or have another size; people may edit the model card.
@@ -511,7 +530,7 @@ def structure(manifest: Manifest) -> dict[str, Any]:
     for file in source["files"]:
         for key in _MEASURED_OF_SOURCE_FILES:
             file.pop(key, None)
-    for layer in document["blocks"].values():
+    for layer in (*document["blocks"].values(), *document.get("linear_layers", {}).values()):
         del layer["quantization_error"]
         for gemm in artifact_names.GEMMS:
             if gemm in layer:
@@ -629,7 +648,8 @@ def _check_options(manifest: Manifest) -> None:
 def _check_layers(manifest: Manifest) -> None:
     """Check what every reader uses of layers; that they are those of the request is for `artifact/expected`."""
     path = manifest.path
-    for name in (*manifest.blocks, *manifest.left):  # names become parts of file names
+    names = (*manifest.blocks, *manifest.left, *(manifest.linear_layers or ()))
+    for name in names:  # names become parts of file names
         if not artifact_names.is_layer_name(name):
             expected = "names of modules: words with dots between"
             raise damaged(f"{path}: blocks, left_blocks", expected, repr(name)[:80])

@@ -20,6 +20,7 @@ from hqconv.errors import printable_line
 from hqconv.io.checkpoint_files import FrontMatter, in_yaml
 from hqconv.io.durable_files import write_whole
 from hqconv.io.file_access import sha256_of
+from hqconv.planning.spec import DenseSchemas
 from hqconv.schemas.artifact_names import CARD, EVALUATION, MANIFEST, PROJECTIONS, SUMS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import class_of
@@ -65,9 +66,10 @@ def _lines(manifest: Manifest) -> Iterator[str]:
     """Yield the card's text: facts, how to serve and to verify the artifact, and the errors of its weights."""
     yield f"# {printable_line(manifest.source.name)}, {manifest.schema_name} for Humming"
     yield ""
+    beside = ", linear layers beside them in its checkpoint layout" * bool(manifest.linear_layers)
     yield (
         f"The experts of this Mixture-of-Experts model are stored as `{manifest.schema_name}` for the Humming GPU "
-        f"kernels; all other tensors have the source's bytes. Made by hqconv; `{MANIFEST}` has all facts."
+        f"kernels{beside}; all other tensors have the source's bytes. Made by hqconv; `{MANIFEST}` has all facts."
     )
     yield from _table(("", ""), _facts(manifest))
     yield from ("", "## Serve it", "")
@@ -116,6 +118,9 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         ", ".join(dict.fromkeys(spec.schema.name for spec in manifest.overrides.values())),
     )
     yield "left as in the source", ", ".join(manifest.left)
+    if manifest.linear_layers:
+        names = [schema.name for schema in DenseSchemas.from_dict(manifest.request["dense"]).used]
+        yield "linear layers beside the experts", ", ".join(names)
     text = manifest.calibration
     read = "" if text is None else f": calibrated with {text.num_tokens} tokens of {text.name}"
     yield "quantizer", f"{manifest.quantizer or RTN}{read}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,16 +21,17 @@ from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.families import FAMILIES, Family
+from hqconv.models.linear_layers import LinearGroup, is_linear_group, linear_group
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.output_units import gemm_shapes
-from hqconv.planning.spec import ConversionSpec
+from hqconv.planning.spec import ConversionSpec, DenseSchemas
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.grid import MAX_SIZE, Grid, check_grid
 from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.tensors import TensorRef, TensorSpec, num_bits
+from hqconv.schemas.tensors import FLOATS, TensorRef, TensorSpec, num_bits
 from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:
@@ -138,7 +140,10 @@ class Artifact:
                 kind.inputs,
                 of_layers=manifest.overrides,
                 encoding=EncodingOptions.from_dict(manifest.to_dict()),
+                dense=DenseSchemas.from_dict(manifest.request.get("dense")),
             )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _impossible("request: dense", error) from error
         except HqconvError as error:
             raise _impossible(error.where, error.found) from error
         if spec.layout == names.CHECKPOINT and spec.grid != Grid():
@@ -228,6 +233,26 @@ class Artifact:
             sources=(),
             activation=self.activation_of(name),
         )
+
+    def linear_weights(self, name: str) -> Iterator[tuple[str, TensorRef]]:
+        """Yield the source's tensors of a linear group, by the manifest. Raises VerificationError for other values."""
+        assert self.manifest.linear_layers is not None
+        entry, parent = self.manifest.linear_layers[name], name.rpartition(".")[0]
+        if not entry.shapes or entry.source_dtype not in FLOATS or not is_linear_group(name):
+            raise _impossible(f"linear_layers: {name}", entry.source_dtype)
+        for module, shape in entry.shapes.items():
+            is_matrix = len(shape) == 2 and all(
+                type(size) is int and 0 < size <= MAX_SIZE for size in shape
+            )
+            if not is_matrix or not names.is_layer_name(module):
+                raise _impossible(f"linear_layers: {name}: shapes", f"{module}: {shape}")
+            weight = f"{parent}.{module}.weight"
+            num_bytes = math.prod(shape) * num_bits(entry.source_dtype) // 8
+            yield weight, TensorRef(weight, entry.source_dtype, tuple(shape), 0, 0, num_bytes)
+
+    def linear_group(self, name: str) -> LinearGroup:
+        """Return a linear group as the manifest describes it. Raises VerificationError as `linear_weights`."""
+        return linear_group(name, self.manifest.family, [*dict(self.linear_weights(name)).values()])
 
     def kernel_forms(
         self, layer: MoeLayer, target: GpuTarget | None = None
@@ -410,9 +435,9 @@ class Artifact:
         return dtypes, tensors
 
     def shards(self) -> dict[str, str]:
-        """Return tensor name → ordinary shard, of the checkpoint layout; the `files` check reports damaged headers."""
+        """Return tensor name → ordinary shard, where some hold quantized tensors; `files` reports damaged headers."""
         found: dict[str, str] = {}
-        if self.manifest.is_kernel:
+        if self.manifest.is_kernel and not self.manifest.linear_layers:
             return found
         for path in self.manifest.files:
             if self.is_shard(path):

@@ -182,6 +182,33 @@ class ExpertActivations:
         return activate(activation, nn.functional.linear(x, weights["w1"], weights.get("b1")), up)
 
 
+class LinearInputs:
+    """Sums of products of a linear layer's inputs over a text, for all matrices that share them."""
+
+    def __init__(self) -> None:
+        self._fit = self._validation = torch.zeros((), dtype=torch.float64)
+
+    def add(self, x: torch.Tensor, is_validation: torch.Tensor) -> None:
+        """Add the inputs [T, K] of a pass. is_validation: bool [T]."""
+        self._fit = self._fit.to(x.device) + self._products(x[~is_validation])
+        self._validation = self._validation.to(x.device) + self._products(x[is_validation])
+
+    @staticmethod
+    def _products(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for rows in torch.split(x, _ROWS):
+            values = rows.float()
+            total = total + _weighted_product(values, values.new_ones(len(values)), values)
+        return total.nan_to_num(0.0, 0.0, 0.0)
+
+    @cached_property
+    def hidden_products(self) -> InputProducts:
+        """The products, as those of one expert."""
+        fit, validation = (sums.clone().unsqueeze(0) for sums in (self._fit, self._validation))
+        _bound(fit, validation)
+        return InputProducts(fit, validation)
+
+
 def _in_chunks(
     tokens: torch.Tensor, shares: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -298,10 +325,12 @@ class ExpertInputs:
     ) -> None:
         """batches, held_out: token ids [B, T] of each pass. num_threads: for held_out; bytes depend on batches."""
         self._model, self._num_threads = model, num_threads
-        self._uses: dict[int, int] = {}
+        self._uses: dict[int | str, int] = {}
         self._num_experts: dict[int, int] = {}
-        self._found: dict[int, ExpertActivations] = {}
+        self._found: dict[int | str, ExpertActivations | LinearInputs] = {}
         self._calls: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        self._linear: dict[str, LinearInputs] = {}  # of the stage that runs
+        self._num_passes: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._hooks = [
             module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
@@ -315,14 +344,20 @@ class ExpertInputs:
 
     def runs(self, layer: MoeLayer) -> bool:
         """Return whether the model runs a layer: transformers leaves out layers for multi-token prediction."""
+        if layer.is_linear:
+            return self._model.module_of_tensor(layer.tensor_names()[0]) is not None
         return layer.index in self._model.experts
 
     def expect(self, layer: MoeLayer, num_uses: int) -> None:
         """Record the inputs of a layer until `of` was called so often for it; those of other layers are not."""
-        self._uses[layer.index] = num_uses
-        self._num_experts[layer.index] = layer.num_experts
+        self._uses[_key(layer)] = num_uses
+        if not layer.is_linear:
+            self._num_experts[layer.index] = layer.num_experts
+        elif (module := self._model.module_of_tensor(layer.tensor_names()[0])) is not None:
+            record = partial(self._record_linear, layer.name)
+            self._hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
 
-    def of(self, layer: MoeLayer) -> ExpertActivations | None:
+    def of(self, layer: MoeLayer) -> ExpertActivations | LinearInputs | None:
         """Return the inputs of a layer; the model runs as far as this layer. None for a layer that it does not run.
 
         Raises InputError where the model's weights are NaN or infinite, RequestError where its hidden states become so.
@@ -330,16 +365,15 @@ class ExpertInputs:
         if not self.runs(layer):
             return None
         with self._lock, self._on_one_stream(), running(self._model.place):
-            if layer.index not in self._found:
-                layers = [*self._num_experts]
+            key = _key(layer)
+            layers = [*self._num_experts]
+            if key not in self._found and layer.index in layers:
                 number = f"{layers.index(layer.index) + 1} of {len(layers)}"
                 self.announce(f"calibrating layer {number}, {self._num_tokens:,} tokens")
-            while layer.index not in self._found:
+            while key not in self._found:
                 self._run_stage()
-            self._uses[layer.index] -= 1
-            if self._uses[layer.index]:
-                return self._found[layer.index]
-            return self._found.pop(layer.index)
+            self._uses[key] -= 1
+            return self._found[key] if self._uses[key] else self._found.pop(key)
 
     def reference(self) -> Stream | None:
         """End the calibration, and return the held-out tokens' passes; the model computes in float32 from now on.
@@ -370,6 +404,15 @@ class ExpertInputs:
         tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
         self._calls.setdefault(layer, []).append(tuple(tensors))
 
+    def _record_linear(
+        self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        number = self._num_passes[name]
+        if number < len(self._masks):  # the held-out tokens come after
+            self._num_passes[name] += 1
+            x = next(iter((*args, *kwargs.values()))).flatten(0, -2)
+            self._linear.setdefault(name, LinearInputs()).add(x, self._masks[number])
+
     @contextmanager
     def _on_one_stream(self) -> Iterator[None]:
         """Compute on the stream of the passes' threads, and nothing beside it: streams do not wait for each other."""
@@ -390,6 +433,8 @@ class ExpertInputs:
             if self._uses.get(layer):
                 self._found[layer] = self._joined(layer, calls, powers)
         self._calls.clear()
+        self._found |= {name: found for name, found in self._linear.items() if self._uses.get(name)}
+        self._linear.clear()
         if self._reference is not None and self._reference.stage == stage:
             self._advance_reference(self._reference)
             self._calls.clear()
@@ -448,6 +493,10 @@ class ExpertInputs:
         )
         is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has others
         return ExpertActivations(x, experts, weights * is_expert, mask, power)
+
+
+def _key(layer: MoeLayer) -> int | str:
+    return layer.name if layer.is_linear else layer.index
 
 
 def _is_known(tensors: tuple[torch.Tensor, ...]) -> bool:

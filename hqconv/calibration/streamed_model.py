@@ -189,6 +189,17 @@ class StreamedModel:
         renamed, _ = self._loading.rename_source_key(name, *self._names, prefix, self._meta)
         return name if renamed not in self._meta and name in self._meta else str(renamed)
 
+    def stage_of_tensor(self, name: str) -> str:
+        """Return the stage that a tensor of the checkpoint is loaded with; "" for one that the model does not have."""
+        parameter = self._parameter_of(name)
+        return self._stage_of(parameter) if parameter in self._meta else ""
+
+    def module_of_tensor(self, name: str) -> nn.Module | None:
+        """Return the module that takes a tensor of the checkpoint; None where the model has no such module."""
+        parameter = self._parameter_of(name)
+        is_known = parameter in self._meta
+        return self.model.get_submodule(_module(parameter)) if is_known else None
+
     # --- memory
 
     def stage_bytes(self, name: str) -> int:

@@ -194,6 +194,11 @@ def _conversion_rows(document: Document) -> list[tuple[str, str]]:
         for kind, count in document["conversion"].items()
     ]
     rows = [("but", "; ".join(exceptions)), ("conversion", "; ".join(conversions))]
+    dense = document["dense"]
+    if dense is not None:
+        counts = ", ".join(f"{count} as {name}" for name, count in dense["layers"].items())
+        before, after = (human_bytes(dense[f"num_bytes_{key}"]) for key in ("in", "out"))
+        rows.append(("other layers", f"{counts}: {before} → {after}"))
     calibration = document["calibration"]
     if calibration is not None:
         text = f"{calibration['name']} (sha256 {calibration['sha256'][:12]}…)"

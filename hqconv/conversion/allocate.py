@@ -22,7 +22,6 @@ import torch
 from hqconv.calibration.gptq import quantize_by_outputs
 from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.convert import calibrated_inputs
-from hqconv.conversion.encode import coupled_roles
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import RequestError
@@ -241,7 +240,7 @@ def _measure(
             layer, activations = planned.layer, inputs.of(planned.layer)
             own = [choice for choice in choices if choice.layer == layer.name]
             encodings = [plan.encoding for plan in every if plan.name == layer.name]
-            if activations is None:
+            if not isinstance(activations, ExpertActivations):
                 for choice, measured in zip(own, before, strict=True):
                     choice.losses = measured.losses
             else:
@@ -297,11 +296,11 @@ class _Batch:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         quantized = dict(self.weights)
-        for roles in coupled_roles(self.layer):
+        for roles in self.layer.coupled_roles:
             gemm, products = encoding.of(roles[0]), self.activations.hidden_products
             if gemm.is_direct:  # kept codes change nothing
                 continue
-            if roles == ["w2"]:
+            if roles == ("w2",):
                 products = self.products.resized(encoding.shapes["w2"][1])
             stacks = [resized(self.weights[role], encoding.shapes[role]) for role in roles]
             results = quantize_by_outputs(stacks, gemm.schema, gemm.param_dtype, products)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,9 +35,10 @@ from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
-from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
+from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, is_calibrated, num_batches
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_shard
+from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging, time_text
 from hqconv.conversion.stages import Meter, Progress, StageProfile
@@ -46,8 +47,9 @@ from hqconv.io.durable_files import FileRecord, check_space, copy_whole, size_of
 from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
+from hqconv.models.tensor_names import decoder_layer
 from hqconv.planning.notices import draft_layers
-from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit, layers_of
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.quantize import check_kernels
 from hqconv.schemas import artifact_names
@@ -129,6 +131,7 @@ class ConversionReport:
             "schema": spec.schema.name,
             "otherwise": spec.otherwise(),
             "left_blocks": list(self.plan.experts.left),
+            "dense": self.plan.dense,
             "layout": spec.layout,
             "target": spec.target.name,
             "dtype": spec.param_dtype,
@@ -192,15 +195,15 @@ def convert(
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
     staging = plan_staging(
-        plan.layers, resources, reads_ahead=source.reads_ahead, has_model_limit=True
+        plan.encoded, resources, reads_ahead=source.reads_ahead, has_model_limit=True
     )
-    if resources.is_cuda and any(layer.encoding.quantizer != RTN for layer in plan.layers):
+    if resources.is_cuda and any(layer.encoding.quantizer != RTN for layer in plan.encoded):
         check_kernels(resources.device)
 
     if resources.estimate_s(plan.layers) > _LONG_S or plan.spec.encoding.calibration is not None:
         _LOG.warning("The conversion takes %s.", time_text(plan.layers, resources))
     units = plan.units if part is None else part.share(plan.units)
-    layers = _calibrated_layers(plan.layers)
+    layers = _calibrated_layers(plan.units)
     sizes = {unit.name: unit.num_bytes_read for unit in units}
     of_layers = {name: sizes[name] for name in {layer.name for layer in plan.layers} & sizes.keys()}
     meter = Meter(sum(sizes.values()), len(units), progress, of_layers)
@@ -296,10 +299,7 @@ class _Conversion:
             missing = tuple(unit.name for unit in plan.units if unit.name not in folder.done)
             if not missing and not at_work:
                 return self._finish(folder, num_resumed)
-            errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
-            errors = {
-                layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors
-            }
+            errors = measured_errors(self.units, folder.done)
             return self._report(
                 folder,
                 errors,
@@ -394,7 +394,7 @@ class _Conversion:
         if remark:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
-        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
+        errors = measured_errors(plan.units, folder.done)
         folder.warnings.extend(reached_warnings(errors))
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         source.guard.check_unchanged()
@@ -491,13 +491,15 @@ def calibrated_inputs(
         resources.num_threads,
     ) as inputs:
         calibration.check_unchanged()
-        rounded = draft_layers(plan.experts, source.config)
+        rounded = tuple(map(decoder_layer, draft_layers(plan.experts, source.config)))
         lost = [
-            one.name for one in layers if one.name not in rounded and not inputs.runs(one.layer)
+            layer.name
+            for layer in layers
+            if decoder_layer(layer.name) not in rounded and not inputs.runs(layer.layer)
         ]
         if lost:
             raise RequestError(
-                "The transformers library has no experts in a layer of this model.",
+                "The transformers library does not run a layer of this model.",
                 where=f"layer {lost[0]}",
                 remedy="Convert without --calibrate.",
             )
@@ -505,9 +507,18 @@ def calibrated_inputs(
 
 
 def _calibrated_layers(units: Sequence[OutputUnit]) -> list[MoeLayerPlan]:
-    return [
-        unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct
-    ]
+    return [layer for unit in units for layer in layers_of(unit) if is_calibrated(layer)]
+
+
+def measured_errors(
+    units: Iterable[OutputUnit], done: Mapping[str, JournalEntry]
+) -> dict[str, dict[str, Any]]:
+    """Return the quantization error of each MoE layer, and linear group, of finished units."""
+    errors: dict[str, dict[str, Any]] = {}
+    for unit in units:
+        measured = done[unit.name].measured
+        errors |= {unit.name: measured} if isinstance(unit, MoeLayerPlan) else measured
+    return errors
 
 
 def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
@@ -516,8 +527,8 @@ def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
     A GPU's kernels are loaded with the first batch: meanwhile bytes are copied. The digest of a large shard takes a
     thread for seconds: it is computed beside the layers that follow.
     """
-    copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
-    layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
+    copied = [unit for unit in units if isinstance(unit, CopiedShardPlan)]
+    layers = [unit for unit in units if not isinstance(unit, CopiedShardPlan)]
     pairs = itertools.zip_longest(layers, copied)
     return [unit for pair in pairs for unit in pair if unit is not None]
 

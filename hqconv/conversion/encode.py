@@ -6,14 +6,14 @@ The conversion and the weights check of `verify` both encode here, as the plan's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from hqconv.calibration.gptq import quantize_by_outputs
-from hqconv.calibration.inputs import ExpertActivations
+from hqconv.calibration.inputs import ExpertActivations, LinearInputs
 from hqconv.errors import InputError
 from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.formats.source_format import DIRECT_ROUNDED
@@ -92,7 +92,7 @@ class LayerEncoder:
     layer: MoeLayer
     encoding: LayerEncoding
     device: torch.device
-    inputs: ExpertActivations | None = None  # of a calibration
+    inputs: ExpertActivations | LinearInputs | None = None  # of a calibration
 
     def encode(
         self, experts: Sequence[int], raw: RawExperts | None, *, is_careful: bool = False
@@ -111,7 +111,7 @@ class LayerEncoder:
         if is_asynchronous(self.device) and not is_careful:
             with deferring_checks() as checks:
                 done: dict[str, QuantizedStack] = {}
-                for roles in coupled_roles(self.layer):
+                for roles in self.layer.coupled_roles:
                     encoding = self.encoding.of(roles[0])
                     done |= _encode_stacks([self.read(e, roles, raw) for e in experts], encoding)
             return self._check_later(experts, done, checks.all())
@@ -146,7 +146,7 @@ class LayerEncoder:
         experts: Sequence[int],
         raw: RawExperts | None,
         stacks: Mapping[str, torch.Tensor] | None,
-        inputs: ExpertActivations,
+        inputs: ExpertActivations | LinearInputs,
     ) -> EncodedBatch:
         """Quantize by the error of the experts' outputs on a calibration's tokens. stacks: of `float_stacks`."""
         layer, encoding = self.layer, self.encoding
@@ -167,7 +167,7 @@ class LayerEncoder:
                 biases[role] = torch.stack(of_role)
         quantized: dict[str, torch.Tensor] | None = None
         given = {**values, **{f"b{role[1:]}": bias for role, bias in biases.items()}}
-        for roles in coupled_roles(layer):
+        for roles in layer.coupled_roles:
             of_gemm = encoding.of(roles[0])
             if of_gemm.is_direct:
                 done |= _encode_stacks(
@@ -175,7 +175,7 @@ class LayerEncoder:
                 )
                 continue
             products = inputs.hidden_products
-            if roles == ["w2"]:
+            if isinstance(inputs, ExpertActivations) and roles == ("w2",):
                 products = inputs.intermediate_products(experts, given, layer.activation, quantized)
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
@@ -183,13 +183,15 @@ class LayerEncoder:
             quantized = {role: decoded(done[role].tensors, of_gemm.schema) for role in roles}
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
-        num_tokens = None if encoding.of("w2").is_direct else inputs.num_tokens(experts)
+        num_tokens = None
+        if isinstance(inputs, ExpertActivations) and not encoding.of("w2").is_direct:
+            num_tokens = inputs.num_tokens(experts)
         return self._check_later(experts, done, num_tokens=num_tokens)
 
     def _quantize_floats(self, stacks: Mapping[str, torch.Tensor]) -> dict[str, QuantizedStack]:
         encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
-        for roles in coupled_roles(self.layer):
+        for roles in self.layer.coupled_roles:
             of_gemm = encoding.of(roles[0])
             results = quantize_stacks(
                 [resized(stacks[role], encoding.shapes[role]) for role in roles],
@@ -221,7 +223,7 @@ class LayerEncoder:
                 for (role, stack), one in zip(bare.items(), measured, strict=False)
             }
             for index, expert in enumerate(experts):
-                for roles in coupled_roles(self.layer):
+                for roles in self.layer.coupled_roles:
                     sums_of = [(self._name(expert, role), found[role][index]) for role in roles]
                     _check_numbers(sums_of, self.encoding.of(roles[0]))
             if num_tokens is not None:
@@ -237,7 +239,7 @@ class LayerEncoder:
         """Decode and encode expert by expert, with every check at once."""
         each: dict[str, list[QuantizedStack]] = {role: [] for role in self.layer.roles}
         for expert in experts:
-            for roles in coupled_roles(self.layer):
+            for roles in self.layer.coupled_roles:
                 for role, one in encode_expert(
                     self.read(expert, roles, raw), self.encoding.of(roles[0])
                 ).items():
@@ -252,7 +254,7 @@ class LayerEncoder:
         ref = self.layer.sources[expert][role]["weight"]
         return (
             f"{ref.name}, expert {expert}"
-            if self.layer.slices[role]["weight"].is_stacked
+            if self.layer.num_experts > 1 and self.layer.slices[role]["weight"].is_stacked
             else ref.name
         )
 
@@ -267,12 +269,6 @@ def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMa
         None if one is None else one.index_select(0, order) for one in (matrix.floats, matrix.bias)
     )
     return replace(matrix, coded=coded, floats=floats, bias=bias)
-
-
-def coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
-    """Yield the layer's roles in groups that share their tensor-level scale."""
-    for coupled in (("w1", "w3"), ("w2",)):
-        yield [role for role in coupled if role in layer.roles]
 
 
 def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from hqconv.artifact.error_summary import FEW_TOKENS
-from hqconv.calibration.inputs import ExpertActivations
+from hqconv.calibration.inputs import ExpertActivations, LinearInputs
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.transform import gemm_tensors, to_kernel
 from hqconv.models.moe_layer import MoeLayer, RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit, layers_of
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.grid import TpSlice
+from hqconv.schemas.options import GPTQ
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -93,6 +94,11 @@ def split_runs(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
     return chunks
 
 
+def is_calibrated(planned: MoeLayerPlan) -> bool:
+    """Return whether a layer's codes are chosen by the inputs of a calibration."""
+    return planned.encoding.quantizer == GPTQ and not planned.encoding.is_direct
+
+
 def num_batches(planned: MoeLayerPlan, num_experts: int) -> int:
     """Return the number of equal batches of at most `num_experts` into which a layer is split."""
     return -(-planned.layer.num_experts // num_experts)
@@ -100,11 +106,11 @@ def num_batches(planned: MoeLayerPlan, num_experts: int) -> int:
 
 def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """Split a unit into equal batches of at most `num_experts`, or into pieces of at most `piece_bytes`."""
-    if isinstance(unit, MoeLayerPlan):
-        total, count = unit.layer.num_experts, num_batches(unit, num_experts)
+    for layer in layers_of(unit):
+        total, count = layer.layer.num_experts, num_batches(layer, num_experts)
         for number in range(count):
-            yield Batch(unit, range(number * total // count, (number + 1) * total // count))
-    else:
+            yield Batch(layer, range(number * total // count, (number + 1) * total // count))
+    if isinstance(unit, CopiedShardPlan):
         for spans in _spans(((ref, 0, ref.num_bytes) for ref in unit.refs), piece_bytes):
             yield Piece(unit, spans)
 
@@ -181,7 +187,7 @@ def encode_to_runs(
     out: torch.Tensor | None,
     *,
     is_careful: bool = False,
-    inputs_of: Callable[[MoeLayer], ExpertActivations | None] | None = None,
+    inputs_of: Callable[[MoeLayer], ExpertActivations | LinearInputs | None] | None = None,
 ) -> EncodedRuns:
     """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 
@@ -189,7 +195,9 @@ def encode_to_runs(
     are written. inputs_of: gives a calibration's inputs of a layer, None for one that is rounded.
     """
     planned = batch.planned
-    inputs = None if inputs_of is None or planned.encoding.is_direct else inputs_of(planned.layer)
+    inputs = None
+    if inputs_of is not None and is_calibrated(planned):
+        inputs = inputs_of(planned.layer)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful)
     written: dict[
@@ -307,21 +315,23 @@ class Measurements:
     """Error sums of a unit, added batch by batch in any order."""
 
     def __init__(self) -> None:
-        self._error_sums: dict[int, dict[str, ErrorSums]] = {}
+        self._error_sums: dict[tuple[str, int], dict[str, ErrorSums]] = {}
 
-    def add(self, experts: Sequence[int], error_sums: Mapping[str, Sequence[ErrorSums]]) -> None:
+    def add(self, batch: Batch, error_sums: Mapping[str, Sequence[ErrorSums]]) -> None:
         """Add a batch: error sums of each expert by role."""
-        for index, expert in enumerate(experts):
-            self._error_sums[expert] = {
+        for index, expert in enumerate(batch.experts):
+            self._error_sums[batch.planned.name, expert] = {
                 role: of_role[index] for role, of_role in error_sums.items()
             }
 
     def errors(self, unit: OutputUnit) -> dict[str, Any]:
-        """Return the quantization error of each projection; {} for copied tensors."""
-        if not isinstance(unit, MoeLayerPlan):
-            return {}
-        each = [self._error_sums[expert] for expert in range(unit.layer.num_experts)]
-        return projection_errors(each, is_coded=unit.encoding.is_coded)
+        """Return the quantization error of each projection, of each linear group by name; {} for copied tensors."""
+        found = {}
+        for plan in layers_of(unit):
+            experts = range(plan.layer.num_experts)
+            each = [self._error_sums[plan.name, expert] for expert in experts]
+            found[plan.name] = projection_errors(each, is_coded=plan.encoding.is_coded)
+        return found.get(unit.name, found)
 
 
 def requantized_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:

@@ -43,7 +43,7 @@ from hqconv.io.pipeline import HostBuffers, one_torch_thread
 from hqconv.jit import Helpers
 from hqconv.models.moe_layer import RawExperts
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutFile, OutputUnit
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class _UnitInWork:
     def is_saturated(self) -> bool:
         """True if more pieces of its one file would only wait in their slots for each other."""
         in_flight = self.num_left - len(self.items)
-        return not isinstance(self.unit, MoeLayerPlan) and in_flight >= _PIECES_IN_FLIGHT
+        return isinstance(self.unit, CopiedShardPlan) and in_flight >= _PIECES_IN_FLIGHT
 
 
 @dataclass(eq=False)
@@ -351,7 +351,7 @@ class Executor:
                     )
                     error_sums = encoded.error_sums()
         with self._lock:
-            in_flight.unit.measured.add(batch.experts, error_sums)
+            in_flight.unit.measured.add(batch, error_sums)
         if in_flight.out is not None:
             self._give_slot(in_flight)
         self._write_out(in_flight, encoded.runs)

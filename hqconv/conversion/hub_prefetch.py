@@ -23,7 +23,7 @@ from hqconv.io.durable_files import output_errors
 from hqconv.io.pipeline import stop_threads
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, OutputUnit, layers_of
 
 _NUM_SHARDS = 4  # that are downloaded at a time; as many of the largest may be here by default
 _FOLDER = "hqconv-shards-"  # begin of a temporary folder's name
@@ -44,9 +44,10 @@ def shards_of(
     if isinstance(item, CopiedShardPlan):
         refs = list(item.refs) if whole else []
     else:
-        layer = item.layer if isinstance(item, MoeLayerPlan) else item
-        refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
-        refs += [ref for scales in layer.input_scales.refs.values() for ref in scales]
+        layers = [item] if isinstance(item, MoeLayer) else [plan.layer for plan in layers_of(item)]
+        refs = [ref for layer in layers for e in range(layer.num_experts) for ref in layer.refs(e)]
+        scales = [refs for layer in layers for refs in layer.input_scales.refs.values()]
+        refs += itertools.chain(*scales)
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 

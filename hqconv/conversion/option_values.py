@@ -160,6 +160,7 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
         artifact_names.CHECKPOINT: not is_kernel,
         **dict.fromkeys(spec.encoding.name_parts(), True),
         f"act-{inputs}": inputs != "a16",
+        f"dense-{'-'.join(schema.name for schema in spec.dense.used)}": bool(spec.dense),
         spec.target.name: is_kernel and spec.target.name != USUAL_TARGET,
         f"cuda{spec.target.cuda_name}": is_kernel and spec.target.cuda_name is not None,
         spec.param_dtype: spec.param_dtype != "bfloat16",

@@ -43,7 +43,7 @@ from hqconv.io.durable_files import (
     write_whole,
 )
 from hqconv.io.file_access import Descriptors, sha256_of, write_fully
-from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, OutFile, OutputUnit
 from hqconv.schemas.artifact_names import (
     CARD,
     COMPANIONS,
@@ -104,8 +104,8 @@ class Part:
 
         Parts have equal shares of the bytes of MoE layers, and of the bytes of copied tensors, to half a unit.
         """
-        layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
-        copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
+        layers = [unit for unit in units if not isinstance(unit, CopiedShardPlan)]
+        copied = [unit for unit in units if isinstance(unit, CopiedShardPlan)]
         return [*self._share(layers), *self._share(copied)]
 
     def _share(self, units: Sequence[OutputUnit]) -> Iterator[OutputUnit]:

@@ -184,8 +184,10 @@ def plan_staging(
     if resources.is_cuda:
         num_lanes = 1 if is_calibrated else _CUDA_LANES
         limits.append(("--max-gpu-memory", resources.gpu_bytes(), _largest(map(gpu_need, layers))))
+    moe_layers = [planned for planned in layers if not planned.layer.is_linear]
     num_weights = max(
-        len(planned.layer.roles) * math.prod(planned.encoding.shapes["w2"]) for planned in layers
+        len(planned.layer.roles) * math.prod(planned.encoding.shapes["w2"])
+        for planned in moe_layers
     )
     if is_calibrated:
         fitting = [_CALIBRATED_WEIGHTS["cuda" if resources.is_cuda else "cpu"] // num_weights]
@@ -194,7 +196,7 @@ def plan_staging(
         if not resources.is_cuda:  # every batch makes helper threads wait for Python's lock
             num_helpers = resources.threads_per_lane
             target = _CPU_BATCH_BYTES * (1 if num_helpers == 1 else min(16, 4 * num_helpers))
-        fitting = [target // max(2 * num_weights, *map(_expert_bytes, layers))]
+        fitting = [target // max(2 * num_weights, *map(_expert_bytes, moe_layers))]
         fitting += [need.num_experts(limit // num_lanes) for _, limit, need in limits]
     num_experts = max(_largest_batch(planned, max(1, min(fitting))) for planned in layers)
     for option, limit, need in limits:
@@ -209,10 +211,12 @@ def plan_staging(
                 found=f"{limit / 2**20:.0f} MiB",
                 remedy=f"Allow more with {option}; without a GPU (--device cpu) none of its memory is needed.",
             )
-    slot_bytes = num_experts * max(map(_expert_bytes, layers))
+    slot_bytes = max(_largest_batch(layer, num_experts) * _expert_bytes(layer) for layer in layers)
     if not reads_ahead:
         slot_bytes = min(slot_bytes, _PIECE_BYTES)
-    out_bytes = num_experts * max(map(_bytes_out, layers)) if resources.is_cuda else 0
+    out_bytes = 0
+    if resources.is_cuda:
+        out_bytes = max(_largest_batch(layer, num_experts) * _bytes_out(layer) for layer in layers)
     lane_bytes = limits[0][2].num_bytes(num_experts)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
 
@@ -236,7 +240,7 @@ class Need:
 
     def num_experts(self, num_bytes: int) -> int:
         """Return how many experts fit."""
-        return (num_bytes - self.fixed) // self.per_expert
+        return (num_bytes - self.fixed) // max(self.per_expert, 1)
 
 
 def _largest(needs: Iterable[Need]) -> Need:
@@ -257,19 +261,29 @@ def gpu_need(planned: MoeLayerPlan) -> Need:
 
 def pinned_need(planned: MoeLayerPlan) -> Need:
     """Return the pinned host memory of one GPU lane's slots."""
-    return Need(1 << 20, _SLOTS_PER_LANE * (_expert_bytes(planned) + _bytes_out(planned)))
+    expert_bytes = _SLOTS_PER_LANE * (_expert_bytes(planned) + _bytes_out(planned))
+    return _of_batches(planned, Need(1 << 20, expert_bytes))
 
 
 def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
-    hidden, inner = planned.encoding.shapes["w2"]
+    hidden, inner = planned.layer.hidden_size, planned.layer.intermediate_size
+    if not planned.layer.is_linear:
+        hidden, inner = planned.encoding.shapes["w2"]
     if any(schema.rotation for schema in planned.encoding.schema.each):
         per_weight += _PER_ROTATED_WEIGHT
     per_expert = _SLOTS_PER_LANE * _expert_bytes(planned)
     if _is_calibrated(planned):
-        fixed += _PER_PRODUCT * hidden**2 + _PER_COLUMN * (2 * hidden + 6 * inner)
-        per_expert += _PER_PRODUCT * inner**2
+        fixed += _PER_PRODUCT * hidden**2 + _PER_COLUMN * 2 * hidden
+        if not planned.layer.is_linear:
+            fixed += _PER_COLUMN * 6 * inner
+            per_expert += _PER_PRODUCT * inner**2
         per_weight += _PER_CALIBRATED_WEIGHT
-    return Need(fixed, per_expert + per_weight * hidden * inner)
+    return _of_batches(planned, Need(fixed, per_expert + per_weight * hidden * inner))
+
+
+def _of_batches(planned: MoeLayerPlan, need: Need) -> Need:
+    """Return the need of a layer's batches. Linear groups come one by one, however large batches of experts are."""
+    return Need(need.num_bytes(1), 0) if planned.layer.is_linear else need
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hqconv.artifact.load import decoded_experts
+from hqconv.artifact.load import decoded_experts, linear_weights
 from hqconv.artifact.model_card import read_evaluation, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.calibration.inputs import batches_of
@@ -44,8 +44,9 @@ from hqconv.errors import (
     first_few,
     plural,
 )
+from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.planning.calibration import Calibration, common_lines
 from hqconv.schemas.artifact_names import EVALUATION
 from hqconv.sources.opening import open_source
@@ -140,7 +141,21 @@ def compare_on_text(
             with running(model.place):
                 reference = Stream(model, batches)
             stack.callback(reference.stop)
-        figures = _figures(reference, layers_by_stage, read_experts, resources.num_threads)
+        linear = _linear_by_stage(model, artifact, warnings)
+
+        def replacements(stage: str) -> dict[str, torch.Tensor]:
+            """Return the artifact's tensors of a stage, as the source stores them."""
+            tensors: dict[str, torch.Tensor] = {}
+            if stage in layers_by_stage:
+                layer = layers_by_stage[stage]
+                experts = read_experts(layer.name)
+                tensors = stored_tensors(layer, experts, model.dtype, model.device)
+            for group in linear.get(stage, ()):
+                tensors |= _linear_tensors(artifact, source, group, model)
+            return tensors
+
+        changed = {*layers_by_stage, *linear}
+        figures = _figures(reference, changed, replacements, resources.num_threads)
     if figures["num_predictions"] < _FEW_PREDICTIONS:
         warnings.append(
             f"{plural(figures['num_predictions'], 'prediction')} only: the figures are not reliable. Use a text of "
@@ -391,15 +406,49 @@ def _layers_by_stage(
     ]
 
 
+def _linear_by_stage(
+    model: StreamedModel, artifact: Artifact, warnings: list[str]
+) -> dict[str, list[LinearGroup]]:
+    """Return stage → quantized linear groups; warn of those that transformers' model does not have."""
+    by_stage: dict[str, list[LinearGroup]] = {}
+    left_out = []
+    for name in artifact.manifest.linear_layers or ():
+        group = artifact.linear_group(name)
+        stage = model.stage_of_tensor(group.tensor_names()[0])
+        if stage:
+            by_stage.setdefault(stage, []).append(group)
+        else:
+            left_out.append(name)
+    if left_out:
+        warnings.append(
+            f"{plural(len(left_out), 'linear layer')} not evaluated: {first_few(left_out)}."
+        )
+    return by_stage
+
+
+def _linear_tensors(
+    artifact: Artifact, source: Source, group: LinearGroup, model: StreamedModel
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a linear group's modules: decoded weights, and the source's biases."""
+    tensors = {}
+    for role, weight in linear_weights(artifact, group).items():
+        module = group.module(0, role)
+        tensors[f"{module}.weight"] = weight.to(model.device, model.dtype)
+        bias = source.tensors.get(f"{module}.bias")
+        if bias is not None:
+            tensors[bias.name] = read_tensor(source, bias).to(model.device)
+    return tensors
+
+
 def _figures(
     reference: Stream,
-    layers: Mapping[str, MoeLayer],
-    read: Callable[[str], Iterator[Expert]],
+    changed: Collection[str],
+    replacements: Callable[[str], dict[str, torch.Tensor]],
     num_threads: int,
 ) -> dict[str, Any]:
     """Run the source's passes to their ends, and the artifact's beside and behind them, and return the figures.
 
-    layers: the converted ones by stage. read: yields the artifact's experts of a layer. Raises RequestError where
+    changed: stages with tensors of the artifact's own, which replacements returns. Raises RequestError where
     transformers cannot run the model.
     """
     model, divergence = reference.model, Divergence()
@@ -410,14 +459,12 @@ def _figures(
             artifact = Stream(model, reference.batches)
         torch.set_num_threads(num_threads)  # a pass sets it for all of torch
         while (stage := artifact.stage) != model.head:
-            layer = layers.get(stage)
             streams = [reference] if reference.stage == stage else []
-            streams += [artifact] if layer is None else []
+            streams += [] if stage in changed else [artifact]
             if streams:
                 _run_stage(model, stage, streams)
-            if layer is not None:
-                experts = stored_tensors(layer, read(layer.name), model.dtype, model.device)
-                _run_stage(model, stage, [artifact], experts)
+            if stage in changed:
+                _run_stage(model, stage, [artifact], replacements(stage))
         with running(model.place):
             model.load(model.head)
             logits = zip(reference.logits(), artifact.logits(), reference.batches, strict=True)
@@ -436,11 +483,11 @@ def _run_stage(
     model: StreamedModel,
     stage: str,
     streams: list[Stream],
-    experts: Mapping[str, torch.Tensor] = {},
+    tensors: Mapping[str, torch.Tensor] = {},
 ) -> None:
-    """Load a stage, with `experts` in place of the source's, run streams through it, and drop it."""
+    """Load a stage, with `tensors` in place of the source's, run streams through it, and drop it."""
     with running(model.place):
-        model.load(stage, experts)
+        model.load(stage, tensors)
         for stream in streams:
             stream.advance()
         model.drop(stage)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import humming, humming_gpu
+from hqconv.kernel_layout.transform import prepare_linear
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.input_schema import STATIC_SCALES
+from hqconv.schemas.weight_schema import WeightSchema
 
 _COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
 
@@ -139,6 +141,31 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
     distinct = list({config.to_str(): config for config in configs}.values())
     with ThreadPoolExecutor(max(1, len(distinct))) as pool:
         list(pool.map(compile_one, distinct))
+
+
+def linear_gemm(
+    tensors: Mapping[str, torch.Tensor], schema: WeightSchema, param_dtype: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the dense GEMM x [M, K] → [M, N] of packed tensors on a GPU, prepared as vLLM's linear layers do."""
+    lib, weight = humming_gpu(), tensors["weight"]
+    device = weight.device
+    with torch.cuda.device(device):
+        config, laid_out = prepare_linear(tensors, schema, param_dtype)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    locks = torch.zeros(8 * num_processors, dtype=torch.int32, device=device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(device):
+            out: torch.Tensor = lib.forward.humming_forward(
+                config,
+                inputs=x,
+                **laid_out,
+                locks=locks,
+                compute_config={**_COMPUTE, "gemm_type": "dense"},
+            )
+        return out[:, : weight.size(0)]
+
+    return run
 
 
 def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> KernelInputs:

@@ -33,7 +33,7 @@ from hqconv.humming_ops.runtime import (
 from hqconv.quantization.bit_codec import bits_of, join
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
+from hqconv.schemas.input_schema import A16, INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.tensors import TensorSpec, code_of_torch, torch_dtype_of
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, resolve_schema
 
@@ -159,6 +159,36 @@ def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = F
         tensors = lib.transform.transform_humming_tensors(config, zeros)
         flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
     return KernelForm(_of_one_expert(tensors), json.loads(config.to_str()), flags)
+
+
+def prepare_linear(
+    packed: Mapping[str, torch.Tensor], schema: WeightSchema, param_dtype: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return Humming's LayerConfig and kernel tensors of a linear layer [N, K], as vLLM prepares it when it starts."""
+    lib, weight = humming(), packed["weight"]
+    found: tuple[Any, dict[str, torch.Tensor]]
+    found = lib.transform.prepare_and_transform_humming_tensors(
+        tensors=dict(packed),
+        shape_n=weight.size(0),
+        shape_k=weight.size(1) * 32 // schema.num_bits,
+        weight_schema=humming_schema(schema),
+        input_schema=humming_inputs(A16),
+        pad_n_to_multiple=PAD_N,
+        pad_k_to_multiple=PAD_K,
+        torch_dtype=torch_dtype_of(param_dtype),
+        device=weight.device if weight.is_cuda else -1,
+    )
+    return found
+
+
+def linear_values(
+    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str
+) -> dict[str, torch.Tensor]:
+    """Return packed tensors of a linear layer of a size, with some values."""
+    attributes = packed_attributes(
+        shape_n, shape_k, schema, param_dtype, has_bias=False, num_experts=None
+    )
+    return {name: values(one["shape"], one["dtype"]) for name, one in attributes.items()}
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,6 +137,10 @@ class ExpertMap:
     copied: tuple[str, ...]
     dropped: dict[str, str]
     left: tuple[str, ...] = ()  # layers whose tensors are copied as they are
+    # groups of linear layers that are quantized, and those that could be
+    linear: tuple[MoeLayer, ...] = ()
+    left_linear: tuple[MoeLayer, ...] = ()
+    unknown_linear: tuple[str, ...] = ()  # weights that may be of linear layers
     is_own_row: bool = True  # False where no row names the model_type, and another one's names fit
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
@@ -145,6 +149,17 @@ class ExpertMap:
         moved = {name: layer.name for layer in layers for name in layer.input_scales.names}
         dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
         return replace(self, converted={**self.converted, **moved}, dropped=dropped)
+
+    def with_linear(self, groups: Sequence[MoeLayer], left: Iterable[MoeLayer] = ()) -> ExpertMap:
+        """Return the map with the weights of linear groups converted; those of `left` are copied, as all otherwise."""
+        moved = {name: group.name for group in groups for name in group.tensor_names()}
+        return replace(
+            self,
+            linear=tuple(groups),
+            left_linear=tuple(left),
+            converted={**self.converted, **moved},
+            copied=tuple(name for name in self.copied if name not in moved),
+        )
 
     def without(self, names: Collection[str], order: Iterable[str]) -> ExpertMap:
         """Return the map with the tensors of some layers copied, in the source's `order` of all tensors.

@@ -217,9 +217,20 @@ class MoeLayer:
         return f"{self.name}.{expert}.{self.projection_names[role]}"
 
     @property
+    def is_linear(self) -> bool:
+        """True if this is a group of linear layers beside the experts: see `linear_layers`."""
+        return False
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The layer's projections, gate first."""
         return tuple(role for role in ("w1", "w3", "w2") if role in self.projection_names)
+
+    @property
+    def coupled_roles(self) -> tuple[tuple[str, ...], ...]:
+        """The layer's roles in groups that share their tensor-level scale."""
+        coupled = (tuple(role for role in self.roles if role != "w2"), ("w2",))
+        return tuple(roles for roles in coupled if roles)
 
     @property
     def knows_activation(self) -> bool:
@@ -282,7 +293,7 @@ class PerExpertIndex:
     columns: Mapping[str, Mapping[str, tuple[TensorRef, ...]]]
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns["w2"].values())))
+        return len(next(iter(next(iter(self.columns.values())).values())))
 
     def __getitem__(self, expert: int, /) -> dict[str, TensorRefs]:
         return {

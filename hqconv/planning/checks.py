@@ -8,20 +8,22 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hqconv.errors import InputError, RequestError, plural
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.formats.encoding import usable_scales
 from hqconv.formats.source_format import why_not_direct
 from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.linear_layers import BY_COLUMNS, READ_IN
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
-from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.grid import PACK_UNIT, Grid, check_grid
 from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.tensors import FLOATS, TensorRef
-from hqconv.schemas.weight_schema import PARAM_DTYPES
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
 _TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
@@ -38,6 +40,7 @@ _OURS = (
     *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST),
     *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
 )
+_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
@@ -73,6 +76,71 @@ def check_request(
         _check_left(experts.left)
     for layer in experts.layers:
         _check_sizes(layer, spec, heads)
+    _check_dense_ranks(experts, spec)
+
+
+def check_dense(source: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
+    """Raise RequestError where linear layers beside the experts cannot have the schemas that are asked for."""
+    config = source.config
+    model_type = config.get("model_type")
+    coded = [name for name in experts.copied if name.endswith(_SCALES)]
+    if coded or source.reference() is not None:
+        raise RequestError(
+            "The source has quantized layers beside the experts: they keep their codes, and a server reads one config.",
+            where="--dense",
+            expected="layers of 16 or 32 bits beside the experts",
+            found=first_few(coded) or "a GGUF file",
+            remedy="Convert without --dense, or take the original checkpoint.",
+        )
+    if model_type not in READ_IN and text_config(config).get("model_type") not in READ_IN:
+        raise RequestError(
+            f"Which linear layers {ENGINE.name} fuses is not known for this model.",
+            where="--dense, config.json: model_type",
+            expected=", ".join(READ_IN),
+            found=model_type,
+            remedy="Convert the experts alone; a new model type needs a row in hqconv/models/linear_layers.py.",
+        )
+    for layer_spec in spec.dense_specs:
+        [kernel_spec] = layer_spec.each
+        _check_scales(kernel_spec)
+        schema = kernel_spec.schema
+        reason = ENGINE.linear_obstacle(schema, spec.param_dtype, spec.layout)
+        if reason is not None:
+            raise RequestError(
+                "No server runs linear layers of this schema.",
+                where=f"--dense {schema.name} --layout {spec.layout}",
+                expected="a schema such as int8, fp8 or int4-g32",
+                found=f"{ENGINE.release}: {reason}",
+            )
+        if spec.layout == artifact_names.KERNEL:
+            _check_layer_spec(layer_spec)
+
+
+def is_whole(group: MoeLayer, schema: WeightSchema, tp: int = 1) -> bool:
+    """Return whether the matrices of a linear group, dealt to ranks by columns, are whole words and scale groups."""
+    unit = math.lcm(PACK_UNIT, schema.weight_scale_group_size or 1)
+    rows = (schema.weight_scale_group_size_n or 1) * (PACK_UNIT if schema.has_zero_point else 1)
+    shapes = [group.shape(role) for role in group.roles]
+    return all(n % rows == 0 and k % (unit * tp) == 0 for n, k in shapes)
+
+
+def _check_dense_ranks(experts: ExpertMap, spec: ConversionSpec) -> None:
+    """Refuse tensor parallel sizes that cut a scale group of a linear layer."""
+    tp = ENGINE.attention_tp(spec.grid) if spec.layout == artifact_names.KERNEL else 1
+    for group in experts.linear:
+        schema = spec.layer_spec_of(group.name).schema.of("w13")
+        is_dealt = group.name.rpartition(".")[2] in BY_COLUMNS
+        if tp is None or not is_dealt or is_whole(group, schema, tp):
+            continue
+        fitting = [size for size in range(1, 65) if is_whole(group, schema, size)]
+        raise RequestError(
+            "Tensor parallel ranks would cut a scale group of a linear layer.",
+            where=f"--dense {schema.name}, {group.name}",
+            expected=f"tensor parallel sizes {', '.join(map(str, fitting))}",
+            found=tp,
+            remedy='Leave the layer as it is, by a recipe: [dense_layers."*'
+            f'.{group.name.rpartition(".")[2]}"], schema = "none".',
+        )
 
 
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:

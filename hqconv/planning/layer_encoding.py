@@ -283,6 +283,9 @@ def encoding_of(
     must_be_direct: Collection[str] = (),
 ) -> LayerEncoding:
     """Return the encoding of a source's layer. must_be_direct: GEMMs that must keep the source's codes."""
+    is_exact = layer.is_linear and schema.of("w13").num_bits >= _EXACT_BITS
+    if is_exact and options.quantizer == GPTQ:
+        options = replace(options, quantizer=RTN, calibration=None)
     inner, of_gemms = stored_size(layer.intermediate_size, schema), {}
     for gemm in GEMMS:
         source, one = layer.format.of_gemm(gemm), schema.of(gemm)
@@ -297,6 +300,8 @@ def encoding_of(
             source.is_permuted,
         )
     tall, wide = (inner, layer.hidden_size), (layer.hidden_size, inner)
+    if layer.is_linear:
+        return LayerEncoding(**of_gemms, shapes={role: layer.shape(role) for role in layer.roles})
     return LayerEncoding(
         **of_gemms, shapes={role: wide if role == "w2" else tall for role in layer.roles}
     )
@@ -318,6 +323,7 @@ def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
 _DEFAULTS, _ROUNDED = EncodingOptions(), EncodingOptions(round_scales=True)
+_EXACT_BITS = 8  # of linear layers that a calibration does not make better
 _MAX_BLOCK = 128  # of scales that serve whole matrices
 _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 

@@ -19,7 +19,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.models.tensor_names import decoder_layer, is_router, without_wrappers
 from hqconv.planning.calibration import Calibration
-from hqconv.planning.spec import ConversionSpec
+from hqconv.planning.spec import ConversionSpec, DenseSchemas
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
@@ -324,3 +324,15 @@ def source_warnings(checkpoint: Source) -> list[str]:
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
     return warnings
+
+
+def dense_notices(experts: ExpertMap, dense: DenseSchemas) -> list[str]:
+    """Return notices of linear layers that stay as they are although they have a schema, or may be linear layers."""
+    uneven = [group.name for group in experts.left_linear if dense.of(group.name) is not None]
+    notices = []
+    if uneven:
+        notices.append(f"{first_few(uneven)}: no whole scale groups, left as they are.")
+    if experts.unknown_linear:
+        names = first_few(experts.unknown_linear)
+        notices.append(f"{names}: no linear layers that hqconv knows, left as they are.")
+    return notices

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import plural
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.tensor_names import decoder_layer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
@@ -169,6 +170,23 @@ class MoeLayerPlan:
         return file.tensors[f"{self.layer.module(expert, role)}.{tensor}"]
 
 
+@dataclass(frozen=True)
+class LinearPlan:
+    """The quantized linear layers of one decoder layer beside its experts, in one ordinary shard.
+
+    groups: each as a layer of one expert, in the checkpoint layout.
+    """
+
+    name: str
+    groups: tuple[MoeLayerPlan, ...]
+    files: tuple[OutFile, ...]
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Source bytes of all matrices."""
+        return sum(group.num_bytes_read for group in self.groups)
+
+
 def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
     """Group sorted (local index, index) pairs into runs of consecutive local indices."""
     runs: list[tuple[list[int], int]] = []
@@ -194,7 +212,14 @@ class CopiedShardPlan:
         return sum(ref.num_bytes for ref in self.refs)
 
 
-OutputUnit = MoeLayerPlan | CopiedShardPlan
+OutputUnit = MoeLayerPlan | LinearPlan | CopiedShardPlan
+
+
+def layers_of(unit: OutputUnit) -> tuple[MoeLayerPlan, ...]:
+    """Return what is encoded of a unit: an MoE layer, linear groups, or nothing."""
+    if isinstance(unit, LinearPlan):
+        return unit.groups
+    return (unit,) if isinstance(unit, MoeLayerPlan) else ()
 
 
 def has_index(units: Iterable[OutputUnit], layout: str) -> bool:
@@ -252,16 +277,33 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
 
 @dataclass
 class Shard:
-    """An ordinary model shard before it has a number: of experts in the checkpoint layout, or of copied tensors."""
+    """An ordinary model shard before it has a number: of experts in the checkpoint layout, or of copied tensors.
+
+    groups: linear groups of one decoder layer.
+    """
 
     specs: Sequence[TensorSpec | TensorRef]
     refs: tuple[TensorRef, ...] = ()
     layer: MoeLayer | None = None
     num_experts: int = 0
+    groups: tuple[MoeLayer, ...] = ()
 
 
 def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     """Return the checkpoint layout's shards of one layer, cut between experts."""
+    first = packed_specs(layer, spec, range(1))
+    expert_bytes = sum(tensor.num_bytes for tensor in first)
+    per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
+    shards = []
+    for start in range(0, layer.num_experts, per_shard):
+        chosen = range(start, min(start + per_shard, layer.num_experts))
+        specs = packed_specs(layer, spec, chosen)
+        shards.append(Shard(specs, layer=layer, num_experts=len(chosen)))
+    return shards
+
+
+def packed_specs(layer: MoeLayer, spec: ConversionSpec, experts: Iterable[int]) -> list[TensorSpec]:
+    """Return the tensors of some experts in the checkpoint layout."""
     from hqconv.kernel_layout.transform import packed_form
 
     schema, dtype = spec.layer_spec_of(layer.name).schema, spec.param_dtype
@@ -269,19 +311,26 @@ def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
         role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias)
         for role in layer.roles
     }
-    expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
-    per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
-    shards = []
-    for start in range(0, layer.num_experts, per_shard):
-        chosen = range(start, min(start + per_shard, layer.num_experts))
-        specs = [
-            TensorSpec(f"{layer.module(e, role)}.{name}", spec.dtype, spec.shape)
-            for e in chosen
-            for role, tensors in forms.items()
-            for name, spec in tensors.items()
-        ]
-        shards.append(Shard(specs, layer=layer, num_experts=len(chosen)))
-    return shards
+    return [
+        TensorSpec(f"{layer.module(expert, role)}.{name}", tensor.dtype, tensor.shape)
+        for expert in experts
+        for role, tensors in forms.items()
+        for name, tensor in tensors.items()
+    ]
+
+
+def linear_shards(groups: Iterable[MoeLayer], spec: ConversionSpec) -> list[Shard]:
+    """Return a shard for the linear groups of each decoder layer."""
+    by_place: dict[str, list[MoeLayer]] = {}
+    for group in groups:
+        by_place.setdefault(decoder_layer(group.name), []).append(group)
+    return [
+        Shard(
+            [tensor for group in chosen for tensor in packed_specs(group, spec, range(1))],
+            groups=tuple(chosen),
+        )
+        for chosen in by_place.values()
+    ]
 
 
 def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
@@ -299,18 +348,22 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
 
 def shard_units(
     shards: list[Shard], spec: ConversionSpec
-) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
+) -> tuple[list[MoeLayerPlan | LinearPlan], list[CopiedShardPlan]]:
     """Number ordinary shards; return the units of layers, all shards of a layer in one unit, and the copied shards."""
     of_layer: dict[str, list[tuple[Shard, OutFile]]] = {}
+    layers: list[MoeLayerPlan | LinearPlan] = []
     copies = []
     for index, shard in enumerate(shards, start=1):
         name = artifact_names.shard_name(index, len(shards))
+        if shard.groups:
+            file = build_file(name, shard.specs, {"format": "pt"})
+            layers.append(_linear_plan(shard.groups, file, spec))
+            continue
         siblings = [] if shard.layer is None else of_layer.setdefault(shard.layer.name, [])
         file = build_file(name, shard.specs, {"format": "pt"}, len(siblings))
         if shard.layer is None:
             copies.append(CopiedShardPlan(name, (file,), shard.refs))
         siblings.append((shard, file))
-    layers = []
     for parts in of_layer.values():
         layer = parts[0][0].layer
         assert layer is not None
@@ -324,3 +377,11 @@ def shard_units(
             )
         )
     return layers, copies
+
+
+def _linear_plan(groups: Iterable[MoeLayer], file: OutFile, spec: ConversionSpec) -> LinearPlan:
+    plans = tuple(
+        MoeLayerPlan(group, spec.encoding_of(group), (file,), {}, expert_files=(0,))
+        for group in groups
+    )
+    return LinearPlan(decoder_layer(plans[0].name).rstrip("."), plans, (file,))

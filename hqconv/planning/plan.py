@@ -10,23 +10,28 @@ from typing import Any
 
 from hqconv.errors import plural
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.linear_layers import linear_groups
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import (
     check_copied,
+    check_dense,
     check_matrix_scales,
     check_request,
     check_sidecar_files,
+    is_whole,
     refuse_unserved,
 )
 from hqconv.planning.layer_encoding import plain_layers
 from hqconv.planning.notices import (
     calibration_notices,
+    dense_notices,
     few_tokens_notices,
     request_warnings,
     source_notices,
     source_warnings,
 )
 from hqconv.planning.output_units import (
+    LinearPlan,
     MoeLayerPlan,
     OutputUnit,
     Shard,
@@ -34,6 +39,8 @@ from hqconv.planning.output_units import (
     expert_shards,
     has_index,
     kernel_unit,
+    layers_of,
+    linear_shards,
     shard_units,
 )
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
@@ -123,6 +130,20 @@ class ConversionPlan:
         """The output units of MoE layers."""
         return tuple(unit for unit in self.units if isinstance(unit, MoeLayerPlan))
 
+    @property
+    def encoded(self) -> tuple[MoeLayerPlan, ...]:
+        """MoE layers and linear groups, in the order of the work."""
+        return tuple(layer for unit in self.units for layer in layers_of(unit))
+
+    @property
+    def dense(self) -> dict[str, Any] | None:
+        """Numbers and bytes of the linear layers beside the experts that are quantized: `DenseSchemas.summary`."""
+        groups = self.experts.linear
+        return self.spec.dense.summary(
+            (group.name, group.dtype, [group.shape(role) for role in group.roles])
+            for group in groups
+        )
+
     @cached_property
     def num_bytes_read(self) -> int:
         """Source bytes that are read: of all experts and all copied tensors."""
@@ -187,6 +208,9 @@ def plan_conversion(
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)
+    if spec.dense:
+        check_dense(source, experts, spec)
+        experts = with_dense(experts, source.tensors, spec)
     plan = make_plan(source, experts, spec)
     if not options.allow_unserved:
         refuse_unserved(plan.experts, spec)
@@ -199,6 +223,21 @@ def plan_conversion(
         return plan
     recipes = dict.fromkeys(re.sub(r"[^\w.-]+", "-", one.recipe) for one in options.overrides)
     return replace(plan, overridden_by="-".join(filter(None, recipes)) or "mixed")
+
+
+def with_dense(
+    experts: ExpertMap, tensors: Mapping[str, TensorRef], spec: ConversionSpec
+) -> ExpertMap:
+    """Return the map with the linear layers converted that have a schema and are whole scale groups of it."""
+    groups, unknown = linear_groups(experts, tensors)
+    chosen = [
+        group
+        for group in groups
+        if (schema := spec.dense.of(group.name)) is not None and is_whole(group, schema)
+    ]
+    names = {group.name for group in chosen}
+    left = [group for group in groups if group.name not in names]
+    return replace(experts.with_linear(chosen, left), unknown_linear=tuple(unknown))
 
 
 def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
@@ -227,6 +266,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         notices=(
             *source_notices(checkpoint, experts),
             *calibration_notices(spec.encoding.calibration, checkpoint.config),
+            *dense_notices(experts, spec.dense),
             *scale_notices,
         ),
     )
@@ -236,13 +276,17 @@ def plan_units(
     experts: ExpertMap, tensors: Mapping[str, TensorRef], spec: ConversionSpec
 ) -> tuple[OutputUnit, ...]:
     """Lay out every safetensors file of an artifact. tensors: of the source, by name."""
-    layers: list[MoeLayerPlan] = []
+    layers: list[MoeLayerPlan | LinearPlan] = []
     shards: list[Shard] = []
     for layer in experts.layers:
         if spec.layout == artifact_names.KERNEL:
             layers.append(kernel_unit(layer, spec))
         else:
             shards += expert_shards(layer, spec)
+    shards += linear_shards(experts.linear, spec)
     shards += copy_shards(tensors[name] for name in experts.copied)
     packed, copies = shard_units(shards, spec)
-    return (*packed, *layers, *copies)
+    encoded = [*packed, *layers]
+    if experts.linear:  # a calibration goes through the model once
+        encoded.sort(key=lambda unit: layers_of(unit)[0].layer.index)
+    return (*encoded, *copies)

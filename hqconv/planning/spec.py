@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Unpack
 
 from hqconv.errors import RequestError
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.linear_layers import FUSED, is_linear_group
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import (
@@ -29,12 +32,14 @@ from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
 from hqconv.schemas.options import (
     GPTQ,
+    LEFT,
     ConversionArguments,
     ConversionKeywords,
     LayerChoice,
     Override,
     group_by_schema,
 )
+from hqconv.schemas.tensors import num_bits
 from hqconv.schemas.weight_schema import (
     PARAM_DTYPES,
     PRESETS,
@@ -48,6 +53,97 @@ from hqconv.schemas.weight_schema import (
 )
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DenseSchemas:
+    """Schemas of the linear layers beside the experts.
+
+    schema: None where they are copied unchanged. patterns: of names, with the schema of these layers, or None; the
+    last that fits counts.
+    """
+
+    schema: WeightSchema | None = None
+    patterns: tuple[tuple[str, WeightSchema | None], ...] = ()
+
+    @classmethod
+    def parse(cls, given: ConversionArguments) -> DenseSchemas:
+        """Return the options of the API's arguments. Raises RequestError for unknown schemas."""
+        patterns = tuple(
+            (pattern, _dense_schema(name)) for pattern, name in (given.dense_layers or {}).items()
+        )
+        return cls(None if given.dense is None else _dense_schema(given.dense), patterns)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any] | None) -> DenseSchemas:
+        """Read `to_dict`'s document, if there is one. Raises HqconvError, or Python's errors, for another one."""
+        if document is None:
+            return cls()
+        schemas = {
+            name: None if fields is None else WeightSchema(name=name, **fields)
+            for name, fields in document["schemas"].items()
+        }
+        patterns = tuple((pattern, schemas[name]) for pattern, name in document["layers"])
+        return cls(schemas[document["schema"]], patterns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schemas for JSON."""
+        schemas = {
+            LEFT if schema is None else schema.name: schema and schema.to_dict()
+            for schema in (self.schema, *(schema for _, schema in self.patterns))
+        }
+        layers = [
+            [pattern, LEFT if schema is None else schema.name] for pattern, schema in self.patterns
+        ]
+        return {
+            "schema": LEFT if self.schema is None else self.schema.name,
+            "layers": layers,
+            "schemas": schemas,
+        }
+
+    @property
+    def used(self) -> list[WeightSchema]:
+        """The distinct schemas."""
+        schemas = dict.fromkeys((self.schema, *(schema for _, schema in self.patterns)))
+        return [schema for schema in schemas if schema is not None]
+
+    def of(self, group: str) -> WeightSchema | None:
+        """Return the schema of a linear group, by its name or those of its modules; None where it is copied."""
+        parent, _, name = group.rpartition(".")
+        names = [group, *(f"{parent}.{module}" for module in FUSED.get(name, ()))]
+        found = self.schema
+        for pattern, schema in self.patterns:
+            if any(fnmatchcase(name, pattern) for name in names):
+                found = schema
+        return found
+
+    def summary(
+        self, groups: Iterable[tuple[str, str, Iterable[Sequence[int]]]]
+    ) -> dict[str, Any] | None:
+        """Return numbers of linear layers by schema, and their bytes before and after; None where there are none.
+
+        groups: name, dtype in the source, shapes of the matrices.
+        """
+        counts: Counter[str] = Counter()
+        bits_in = bits_out = 0.0
+        for name, dtype, shapes in groups:
+            schema = self.of(name)
+            assert schema is not None
+            num_weights = sum(map(math.prod, shapes))
+            counts[schema.name] += 1
+            bits_in += num_weights * num_bits(dtype)
+            bits_out += num_weights * schema.bits_per_weight()
+        num_bytes = {"num_bytes_in": int(bits_in // 8), "num_bytes_out": int(bits_out // 8)}
+        return {"layers": dict(counts), **num_bytes} if counts else None
+
+    def __bool__(self) -> bool:
+        return self != DenseSchemas()
+
+
+def _dense_schema(name: str | Path | WeightSchema) -> WeightSchema | None:
+    if isinstance(name, WeightSchema):
+        return name
+    return None if name == LEFT else resolve_schema(str(name))
 
 
 @dataclass(frozen=True)
@@ -69,6 +165,7 @@ class ConversionOptions:
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     calibrate: CalibrationText | None = None
     overrides: tuple[Override, ...] = ()
+    dense: DenseSchemas = DenseSchemas()
     allow_unserved: bool = False
     is_schema_open: bool = False
 
@@ -94,6 +191,7 @@ class ConversionOptions:
             encoding=EncodingOptions.parse(given),
             calibrate=CalibrationText.parse(given),
             overrides=tuple(given.overrides),
+            dense=DenseSchemas.parse(given),
             allow_unserved=given.allow_unserved,
         )
 
@@ -186,6 +284,7 @@ class ConversionSpec:
     of_layers: Mapping[str, LayerSpec] = field(default_factory=dict)
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     renamed: frozenset[tuple[str, str]] = frozenset()
+    dense: DenseSchemas = DenseSchemas()
 
     @property
     def layer_spec(self) -> LayerSpec:
@@ -193,7 +292,10 @@ class ConversionSpec:
         return LayerSpec(self.schema, self.param_dtype, self.target, self.inputs)
 
     def layer_spec_of(self, layer: str) -> LayerSpec:
-        """Return the kernel specs of one layer."""
+        """Return the kernel specs of one layer, or linear group."""
+        if is_linear_group(layer):
+            schema = self.dense.of(layer)
+            return replace(self.layer_spec, schema=schema or self.schema, inputs=A16)
         return self.of_layers.get(layer, self.layer_spec)
 
     def otherwise(self) -> dict[str, list[str]]:
@@ -241,8 +343,14 @@ class ConversionSpec:
             "expert_placement": self.grid.placement,
             "redundant_experts": self.grid.redundant,
             **self.encoding.request(),
-            "overrides": layers | dict.fromkeys(left, "none"),
+            "overrides": layers | dict.fromkeys(left, LEFT),
+            **({"dense": self.dense.to_dict()} if self.dense else {}),
         }
+
+    @property
+    def dense_specs(self) -> list[LayerSpec]:
+        """The distinct specs of linear layers beside the experts."""
+        return [replace(self.layer_spec, schema=schema, inputs=A16) for schema in self.dense.used]
 
     @property
     def kernel_specs(self) -> list[KernelSpec]:
@@ -305,6 +413,7 @@ def make_spec(
         must_be_direct=options.schema is None,
         encoding=options.encoding,
         renamed=renamed,
+        dense=options.dense,
     )
     spec = replace(spec, of_layers=_of_layers(experts, spec, choices, own))
     if target.cuda is not None and not any(

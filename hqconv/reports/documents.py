@@ -13,6 +13,7 @@ from hqconv.artifact.error_summary import requantized, scale_changes, summarize_
 from hqconv.artifact.manifest import (
     Manifest,
     ManifestLayer,
+    damaged,
     is_artifact,
     is_unfinished,
     read_manifest,
@@ -43,7 +44,7 @@ from hqconv.planning.checks import check_matrix_scales, is_served_with
 from hqconv.planning.layer_encoding import EncodingOptions, direct_schemas
 from hqconv.planning.notices import source_notices
 from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
-from hqconv.planning.spec import default_param_dtype
+from hqconv.planning.spec import DenseSchemas, default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE, AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import GpuTarget, class_of, gpu_named, parse_target
@@ -212,7 +213,7 @@ def _layer_tp_sizes(
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
     spec, experts = plan.spec, plan.experts
-    staging = plan_staging(plan.layers, resources)
+    staging = plan_staging(plan.encoded, resources)
     return {
         "kind": "plan",
         "source": source_to_dict(plan.source),
@@ -221,6 +222,7 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "schema": schema_to_dict(spec.schema),
         "otherwise": spec.otherwise(),
         "left_blocks": list(experts.left),
+        "dense": plan.dense,
         "layout": spec.layout,
         "target": spec.target.name,
         "dtype": spec.param_dtype,
@@ -321,6 +323,7 @@ def describe_artifact(
         "schema": schema_to_dict(manifest.layer_spec.schema),
         "otherwise": group_by_schema(overridden),
         "left_blocks": list(manifest.left),
+        "dense": dense_of(manifest),
         "layout": manifest.layout,
         "target": manifest.target,
         "dtype": manifest.dtype,
@@ -357,6 +360,17 @@ def describe_artifact(
         "is_damaged": bool(missing or altered),
         "serve_command": serve_command,
     }
+
+
+def dense_of(manifest: Manifest) -> Document | None:
+    """Return numbers and bytes of an artifact's quantized linear layers. Raises VerificationError for damaged ones."""
+    linear = manifest.linear_layers or {}
+    try:
+        return DenseSchemas.from_dict(manifest.request.get("dense")).summary(
+            (name, group.source_dtype, group.shapes.values()) for name, group in linear.items()
+        )
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(f"{manifest.path}: request: dense", "schemas", error) from error
 
 
 def _config_of(root: Path) -> Document:

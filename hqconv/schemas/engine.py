@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import GEMMS, KERNEL, Config, text_config
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.weight_schema import LayerSchema, SchemaPair, WeightSchema
@@ -238,17 +240,106 @@ class Engine:
         matches its names with `re.match`, where the experts of a layer are one module; Humming's own layers and
         compressed-tensors' converter ask for the module of each expert's projection.
         """
-        documents = {}
-        for gemm in GEMMS:
-            stated = schema.of(gemm).humming_fields().items()
-            documents[gemm] = {
-                key: value for key, value in stated if value not in (None, 0, False, "none")
-            }
+        documents = {gemm: _stated(schema.of(gemm)) for gemm in GEMMS}
         document = documents if isinstance(schema, SchemaPair) else documents["w13"]
         experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names})
         plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
         ignored = rf"re:(?!.*\.({'|'.join(experts)})(?:\.\d+\.\w+)?$)"
         return {"quant_method": self.quant_method, **document, "ignore": [ignored, *plain]}
+
+    def linear_obstacle(self, schema: WeightSchema, param_dtype: str, layout: str) -> str | None:
+        """Return the reason why the engine's linear layers cannot hold weights of this schema, or None."""
+        if schema.rotation:
+            return "the activations of attention would be rotated at every layer"
+        if schema.is_coupled and layout != KERNEL:
+            return (
+                "its weight loader cannot place the tensor-level scale of fused layers (IndexError)"
+            )
+        if schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
+            return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
+        return None
+
+    def dense_config(
+        self,
+        modules: Mapping[str, Sequence[str]],
+        schemas: Mapping[str, WeightSchema],
+        experts: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return `quantization_config` of linear layers, for names of the source and of the engine.
+
+        modules: layer of the engine, in the source's module → the source's modules in it. schemas: of these layers; the
+        others stay unquantized. experts: the config of experts in the checkpoint layout, which the linear layers are
+        added to.
+        """
+        common = Counter(schemas.values()).most_common(1)[0][0]
+        parents = sorted({_parent(name) for name in schemas})
+        names = sorted({end for name in schemas for end in (_end(name), *modules[name])})
+        is_linear = rf"(?:.*\.)?(?:{'|'.join(parents)})\.(?:{'|'.join(names)})$"
+        document = {"quant_method": self.quant_method, **_stated(common)}
+        document["ignore"] = [rf"re:(?!{is_linear})", _OTHER_MODALITIES]
+        if experts is not None:
+            first, *others = experts["ignore"]
+            ignored = first.replace("re:(?!", rf"re:(?!{is_linear}|")
+            document = {**experts, "ignore": [ignored, _OTHER_MODALITIES, *others]}
+        own: dict[str, WeightSchema] = {}
+        left = []
+        for name, members in modules.items():
+            number = re.search(r"(?:^|\.)(\d+)\.", name)
+            path = rf"layers\.{number[1]}\.(?:.*\.)?" if number else ""
+            ends = "|".join(dict.fromkeys((_end(name), *members)))
+            pattern = rf"(?:.*\.)?{path}{_parent(name)}\.(?:{ends})$"
+            if name not in schemas:
+                left.append(pattern)
+            elif own.setdefault(pattern, schemas[name]) != schemas[name]:
+                raise RequestError(
+                    f"{self.name} has one name for two linear layers with different schemas.",
+                    where="dense_layers",
+                    found=name,
+                    remedy="Give the layers of a draft the schema of the decoder layer with their number.",
+                )
+        dynamic: dict[str, Any] = {f"-:{name}": {} for name in left if name not in own}
+        dynamic |= {
+            f"+:{pattern}": _overriding(document, schema)
+            for pattern, schema in own.items()
+            if schema != common
+        }
+        if experts is not None:
+            dynamic[f"+:{is_linear}"] = _overriding(document, common)
+        return {**document, "dynamic": dynamic} if dynamic else document
+
+
+def _parent(name: str) -> str:
+    """Return the pattern of the engine's name of the module that a linear layer lies in."""
+    return name.split(".")[-2].replace("self_attn", "(?:self_)?attn")
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _stated(schema: WeightSchema) -> dict[str, Any]:
+    """Return the fields of a schema that are not at their defaults."""
+    fields = schema.humming_fields().items()
+    return {key: value for key, value in fields if value not in _DEFAULTS.values()}
+
+
+def _overriding(document: Mapping[str, Any], schema: WeightSchema) -> dict[str, Any]:
+    """Return the fields of a schema that replace those of a config, with defaults where only the config has one."""
+    stated = _stated(schema)
+    return {key: _DEFAULTS[key] for key in document if key in _DEFAULTS} | stated
+
+
+# of a weight schema's fields
+_DEFAULTS = {
+    "bs_dtype": None,
+    "weight_scale_group_size": 0,
+    "weight_scale_group_size_n": 0,
+    "weight_scale_2_type": "none",
+    "has_zero_point": False,
+    "is_fp_zero_point": False,
+    "hadamard_block_size": 0,
+}
+_OTHER_MODALITIES = "re:.*(?:visual|vision|audio|_tower)"
 
 
 def _selects_kernel(schema: WeightSchema) -> bool:

@@ -20,6 +20,11 @@ The API's keyword arguments, the command line's options and the keys of recipes 
     layers = "3-5"
     w13.schema = "int3-g64"  # of gate and up
     w2.schema = "int4-g32-e4m3"     # of down; one of the two may be left out
+
+    dense = "int8"          # of the linear layers beside the experts; before the first [section]
+
+    [dense_layers."*.o_proj"]       # a pattern of their names
+    schema = "fp8"          # none: left as they are
 """
 
 # ruff: noqa: RUF009 - `option` returns a field
@@ -209,6 +214,15 @@ class ConversionArguments:
         "Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
         "a16",
     )
+    dense: str | Path | WeightSchema | None = option(
+        "Schema of the linear layers beside the experts (attention, shared experts, dense MLPs), or none.  "
+        "[default: none]"
+    )
+    dense_layers: Mapping[str, str] | None = option(
+        "Other schemas, or none, for some of these layers: a pattern of names → schema.",
+        in_recipes=False,
+        is_flag=False,
+    )
     cuda: str | None = option(
         "CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."
     )
@@ -284,7 +298,10 @@ class RunOptions:
 
 
 # Options of a conversion that `hqconv.allocate` has no use for: it chooses them.
-NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
+NOT_ALLOCATED = (
+    *("schema", "layout", "overrides", "allow_unserved", "quantizer"),
+    *("dense", "dense_layers"),
+)
 
 
 class ConversionKeywords(TypedDict, total=False):
@@ -300,6 +317,8 @@ class ConversionKeywords(TypedDict, total=False):
     redundant_experts: int
     layout: Layout
     input_schema: str | Path | InputSchema
+    dense: str | Path | WeightSchema | None
+    dense_layers: Mapping[str, str] | None
     cuda: str | None
     overrides: Sequence[Override]
     allow_unserved: bool
@@ -367,8 +386,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], RunOption
     return arguments, RunOptions(**run)
 
 
-LEFT = "none"  # experts that are copied unchanged
-_SECTION = "override"
+LEFT = "none"  # layers that are copied unchanged
+_SECTION, _DENSE_SECTION = "override", "dense_layers"
 _CHANGES = ("schema", "w13.schema", "w2.schema", "input_schema")
 # Options that a recipe may name, and the type of each in the TOML file.
 _TYPES = {
@@ -394,12 +413,13 @@ def load_recipe(path: Path) -> Recipe:
     """
     document = read_toml(path, "recipe", [name.removesuffix(".toml") for name in shipped(RECIPES)])
     sections = document.pop(_SECTION, [])
+    dense_layers = _dense_layers(path, document.pop(_DENSE_SECTION, {}))
     for key, value in document.items():
         if key not in _TYPES or type(value) is not _TYPES[key]:
             what = "The recipe has a key that is unknown or of the wrong type."
             expected = _TYPES[key].__name__ if key in _TYPES else f"one of {', '.join(_TYPES)}"
             raise RequestError(what, where=f"{path}: {key}", expected=expected, found=repr(value))
-        if key in ("schema", "input_schema"):
+        if key in ("schema", "input_schema", "dense"):
             document[key] = _schema_path(path.parent, str(value))
         elif key == "calibrate" and value != BUILTIN:
             document[key] = path.parent / str(value)  # an absolute path does not change
@@ -413,7 +433,21 @@ def load_recipe(path: Path) -> Recipe:
         _override(path, f"{path}: {_SECTION} {number}", section)
         for number, section in enumerate(sections, start=1)
     ]
+    if dense_layers:
+        document[_DENSE_SECTION] = dense_layers
     return Recipe(document, tuple(overrides))
+
+
+def _dense_layers(path: Path, section: Any) -> dict[str, str]:
+    """Return the schemas of linear layers by pattern. Raises RequestError for anything else."""
+    found = {}
+    for pattern, values in section.items() if isinstance(section, dict) else [("", section)]:
+        if not isinstance(values, dict) or [*values] != ["schema"]:
+            what = "Linear layers are given another schema by its name alone."
+            where = f"{path}: {_DENSE_SECTION}"
+            raise RequestError(what, where=where, expected='schema = "…"', found=repr(values)[:80])
+        found[pattern] = _schema_path(path.parent, str(values["schema"]))
+    return found
 
 
 def with_recipe(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class ArtifactSource(SafetensorsSource):
             _refuse_fused_exponents(self.artifact)
         self.quantization = self.artifact.manifest.source.quantization_config
         self.config = names.admit_transformers(self.config)
-        self.config.pop("quantization_config", None)
+        own = self.config.pop("quantization_config", None)
+        if self.artifact.manifest.linear_layers:  # its config is the artifact's, not the source's
+            self.quantization = own.get("source_quantization_config")
         self._readers: dict[str, ExpertReader] = {}
         self._add_rank_files()
 

@@ -136,7 +136,7 @@ class LayerCheck:
         self.artifact, self.layer, self.original = artifact, layer, original
         self.shards, self.schema = shards, artifact.schema_of(layer.name)
         self.findings: list[Finding] = []
-        is_kernel = artifact.spec.layout == names.KERNEL
+        is_kernel = artifact.spec.layout == names.KERNEL and not layer.is_linear
         self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
         self.folding = self._folding()
         self.misread = {gemm: misread_code(artifact, layer.name, gemm) for gemm in names.GEMMS}
@@ -164,9 +164,12 @@ class LayerCheck:
         """Check one expert on the CPU, and name everything that is wrong with it."""
         total = ExpertResult()
         for gemm in names.GEMMS:
+            roles = roles_of(self.layer, gemm)
+            if not roles:
+                continue
             decoded = self._read(gemm, expert, total)
             try:
-                expected = self._expected_alone(expert, roles_of(self.layer, gemm))
+                expected = self._expected_alone(expert, roles)
             except HqconvError as error:
                 total.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue
@@ -247,7 +250,7 @@ class LayerCheck:
     ) -> str:
         """Name file, tensor and expert of one value of a whole matrix."""
         base = self.layer.module(expert, role) + "."
-        if not self.artifact.manifest.is_kernel:
+        if self.reader is None:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
         slices, axis = (
             tp_slices(self.layer.intermediate_size, self.artifact.grid, self.schema),
@@ -310,7 +313,7 @@ class LayerCheck:
                 weights = expected.weights[role]
                 if self.is_compared:
                     wrong = differs(stack, expected.stacks[role])
-            misread = self.misread[names.GEMM_OF[role]]
+            misread = self.misread[names.GEMM_OF.get(role, "w13")]
             dtype = self.artifact.param_dtype
             columns.append(measure(stack, weights, self.schema.of(role), dtype, misread))
             columns.append(wrong.double().unsqueeze(1))

@@ -30,6 +30,8 @@ _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 def folded_gemms(artifact: Artifact, layer: str) -> list[str]:
     """Return the GEMMs of a layer in whose codes exponents of the scales are fused."""
+    if layer not in artifact.layers:
+        return []  # linear layers are in no kernel's layout
     entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
     return [gemm for gemm, entry in entries.items() if entry and entry.has_fused_exponents]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.load import decoded_experts, load_rank
+from hqconv.artifact.load import decoded_experts, linear_weights, load_rank, packed_linear
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
@@ -25,16 +25,25 @@ from hqconv.errors import HqconvError, first_few
 from hqconv.formats.encoding import SourceMatrix, resized
 from hqconv.humming_ops.runtime import compiler_version
 from hqconv.io.pipeline import pipeline
-from hqconv.kernel_layout.fused_moe import Gemm, compile_kernels, fused_moe, layer_config, load_gemm
+from hqconv.kernel_layout.fused_moe import (
+    Gemm,
+    compile_kernels,
+    fused_moe,
+    layer_config,
+    linear_gemm,
+    load_gemm,
+)
 from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.layout_decoder.decode import unrotated
 from hqconv.models.families import text_config
+from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.input_schema import A16
 from hqconv.schemas.tensors import torch_dtype_of
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.verification.reference import (
@@ -116,9 +125,35 @@ def check_kernel(
                 for gemm, share in measured.get("clipped", {}).items()
             ]
     result.notes += [f"skipped: {one}, {KNOWN_BY_NAME}" for one in unknown]
+    _check_linear(artifact, tokens, device, result)
     if unknown and not result.measured:
         result.skipped = f"{first_few(unknown)}, {KNOWN_BY_NAME}"
     return result
+
+
+def _check_linear(
+    artifact: Artifact, tokens: Iterable[int], device: torch.device, result: CheckResult
+) -> None:
+    """Run the dense GEMM of one linear group of each kind, and compare it with the decoded weights."""
+    kinds: dict[Any, LinearGroup] = {}
+    for name in artifact.manifest.linear_layers or ():
+        group = artifact.linear_group(name)
+        shapes = [group.shape(role) for role in group.roles]
+        kinds.setdefault((artifact.schema_of(name), *shapes), group)
+    dtype = torch_dtype_of(artifact.param_dtype)
+    limits = Tolerances.of(A16, artifact.param_dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    for group in kinds.values():
+        schema = artifact.schema_of(group.name).of("w13")
+        weights = [one.to(device) for one in linear_weights(artifact, group).values()]
+        run = linear_gemm(packed_linear(artifact, group, device), schema, artifact.param_dtype)
+        stats = ErrorStats()
+        for count in tokens:
+            x = torch.randn(count, group.hidden_size, generator=generator, device=device).to(dtype)
+            stats.add(run(x).double(), x.double() @ torch.cat(weights).double().t())
+        measured = worst({"output": stats})
+        result.measured[group.name] = measured
+        check_figures(result, group.name, measured, limits, {})
 
 
 def _recorded(error: ProjectionError) -> float:

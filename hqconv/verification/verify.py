@@ -38,7 +38,7 @@ from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
 from hqconv.verification.result import ERRORS_OF_WEIGHTS, MAX_ERROR, CheckResult, VerificationReport
 from hqconv.verification.tolerances import kind_of_inputs
-from hqconv.verification.weights import check_weights, layer_bytes
+from hqconv.verification.weights import check_weights, consistent_layers, layer_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -178,12 +178,9 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
         path: entry.size_bytes for path, entry in listed if path != names.CARD
     }  # which is not hashed
     if check == "weights":
-        names_ = _chosen_layers(artifact, options.layers)
-        return Meter(
-            sum(layer_bytes(artifact, name) for name in names_),
-            len(names_),
-            partial(listener, check),
-        )
+        layers = consistent_layers(artifact, options.layers, CheckResult(check))
+        num_bytes = sum(layer_bytes(artifact, layer) for layer in layers)
+        return Meter(num_bytes, len(layers), partial(listener, check))
     return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 

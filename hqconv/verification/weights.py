@@ -7,6 +7,7 @@ measured on the decoded weights; the decoder shares no code with the conversion.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
+from hqconv.planning.plan import with_dense
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.tensors import torch_dtype
@@ -60,7 +62,7 @@ def check_weights(
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
-    layers = _consistent_layers(artifact, indices, result)
+    layers = consistent_layers(artifact, indices, result)
     originals = _source_layers(artifact, source, indices, result)
     if device is not None and (obstacle := _obstacle(artifact, originals, device)):
         result.notes.append(f"{device} cannot be used: {obstacle}")
@@ -94,7 +96,8 @@ def check_weights(
                 totals.add(check, outcomes)
     if source is not None:
         _name_other_source(artifact, source, totals, result)
-    looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
+    num_all = len(artifact.layers) + len(artifact.manifest.linear_layers or ())
+    looked_at = f"{len(layers)} of {plural(num_all, 'layer')}"
     reference = "decoded, not compared" if source is None else "compared"
     result.notes.insert(0, f"{looked_at} {reference} with the source")
     result.notes += _notes(batches, totals)
@@ -140,11 +143,11 @@ class _Totals:
             self.num_calibrated += 1
 
 
-def layer_bytes(artifact: Artifact, layer: str) -> int:
+def layer_bytes(artifact: Artifact, layer: MoeLayer) -> int:
     """Approximate bytes of a layer's codes: number of weights times the schema's bits."""
-    entry = artifact.layers[layer]
-    weights = entry.num_experts * entry.hidden_size * entry.intermediate_size * (2 + entry.gated)
-    return int(weights) * max(schema.num_bits for schema in artifact.schema_of(layer).each) // 8
+    weights = layer.num_experts * sum(math.prod(layer.shape(role)) for role in layer.roles)
+    schemas = artifact.schema_of(layer.name).each
+    return weights * max(schema.num_bits for schema in schemas) // 8
 
 
 def _run(
@@ -170,7 +173,7 @@ def _run(
             for _, of_range in ranges:
                 outcomes += of_range
                 if meter is not None:
-                    num_bytes = layer_bytes(check.artifact, name) * len(of_range)
+                    num_bytes = layer_bytes(check.artifact, check.layer) * len(of_range)
                     meter.advance(name, num_bytes // check.layer.num_experts)
             if meter is not None:
                 meter.finish(name)
@@ -219,17 +222,25 @@ def _name_other_source(
 # --- selection of the work ----------------------------------------------------------------------------------
 
 
-def _consistent_layers(
+def consistent_layers(
     artifact: Artifact, indices: Collection[int] | None, result: CheckResult
 ) -> list[MoeLayer]:
-    """Return the layers of `indices` (None: all), without those whose entries contradict each other."""
-    layers = []
+    """Return layers and linear groups of `indices` (None: all), without those whose entries contradict each other."""
+    layers: list[MoeLayer] = []
     for name, entry in artifact.layers.items():
         if indices is None or entry.layer in indices:
             try:
                 layers.append(artifact.moe_layer(name))
             except VerificationError as error:
                 result.add_error(error)
+    for name in artifact.manifest.linear_layers or ():
+        try:
+            group = artifact.linear_group(name)
+        except VerificationError as error:
+            result.add_error(error)
+            continue
+        if indices is None or group.index in indices:
+            layers.append(group)
     return layers
 
 
@@ -241,7 +252,9 @@ def _source_layers(
         return {}
     check_search(artifact, result)
     try:
-        layers = {layer.name: layer for layer in source.map_experts().layers}
+        experts = source.map_experts()
+        layers: dict[str, MoeLayer] = {layer.name: layer for layer in experts.layers}
+        linear = with_dense(experts, source.tensors, artifact.spec).linear
     except HqconvError as error:
         what = f"The source cannot be mapped: {error.what}"
         result.add(f"source: {error.where}", what, error.expected, error.found)
@@ -250,7 +263,7 @@ def _source_layers(
         for name in sorted(layers.keys() - artifact.layers.keys() - set(artifact.left)):
             what = "An MoE layer of the source is missing in the artifact."
             result.add(f"layer {name}", what, "present", "absent")
-    return layers
+    return layers | {group.name: group for group in linear}
 
 
 def _obstacle(artifact: Artifact, originals: Mapping[str, MoeLayer], device: torch.device) -> str:
@@ -290,7 +303,7 @@ def _layer_check(
     schema = artifact.schema_of(layer.name)
     encoding = encoding_of(found, schema, artifact.param_dtype, options)
     # A calibration cannot be repeated here: its weights must be the source's within bounds.
-    is_calibrated = options.quantizer == GPTQ and not encoding.keeps_codes
+    is_calibrated = encoding.quantizer == GPTQ and not encoding.keeps_codes
     original = Original(source, found, encoding, is_calibrated)
     return LayerCheck(artifact, layer, original, shards)
 
@@ -339,7 +352,7 @@ def _conclude(check: LayerCheck, outcomes: Sequence[ExpertResult], result: Check
     result.measured[name] = {role: summarize(measured) for role, measured in figures.items()}
     if original is None:
         return
-    recorded = check.artifact.layers[name].quantization_error
+    recorded = check.artifact.manifest.projection_errors()[name]
     check_recorded(check.layer, recorded, figures, not check.layer.format.is_float, result)
 
 
@@ -376,7 +389,7 @@ def _name_exchanged(layer: MoeLayer, outcomes: Sequence[ExpertResult], result: C
 
 def _name_nearer(layer: MoeLayer, outcomes: Sequence[ExpertResult], result: CheckResult) -> None:
     """Add findings for calibrated matrices that are much nearer to another matrix of the source than to their own."""
-    for roles in (("w1", "w3"), ("w2",)):
+    for roles in () if layer.is_linear else layer.coupled_roles:
         places = []
         theirs, ours = [], []
         for expert, outcome in enumerate(outcomes):

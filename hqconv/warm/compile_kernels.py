@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,15 @@ from hqconv.kernel_layout.kernel_sources import (
     toolkit,
     tuning_table,
 )
+from hqconv.kernel_layout.transform import linear_values, prepare_linear
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.engine import ENGINE, attention_heads
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.serving.vllm.translation import PREQUANTIZED, serving_activation
 from hqconv.serving.vllm.tuning import tuning_key
+from hqconv.warm.checkpoint_kernels import DENSE, warm_checkpoint
 from hqconv.warm.gpus import Gpu, choose_gpu
 from hqconv.warm.kernel_store import (
     FORMAT_VERSION,
@@ -94,8 +99,6 @@ def warm(
     announce = announce or (lambda _: None)
     num_jobs = jobs or len(os.sched_getaffinity(0))
     if _is_checkpoint(Path(out)):
-        from hqconv.warm.checkpoint_kernels import warm_checkpoint
-
         if kernels is not None:
             raise RequestError(
                 "A checkpoint's kernels go into Humming's cache.",
@@ -248,7 +251,25 @@ def artifact_kernels(
         else:
             kernels += input_kernels(gemm.config, settings, activation, gemm.top_k, gemm.rotation)
         found |= {kernel.name: kernel for kernel in kernels}
+    dense = replace(settings, gemm_type=DENSE, prequantized=None)
+    for packed, schema in _linear_layers(artifact):
+        config, _ = prepare_linear(packed, schema, artifact.param_dtype)
+        kernels = gemm_kernels(json.loads(config.to_str()), dense)
+        found |= {kernel.name: kernel for kernel in kernels}
     return found, sorted(unknown)
+
+
+def _linear_layers(artifact: Artifact) -> Iterator[tuple[dict[str, torch.Tensor], WeightSchema]]:
+    """Yield packed tensors of the shapes, and the schema, of each kind of linear layer on a rank."""
+    tp = ENGINE.attention_tp(artifact.grid) or 1
+    config = read_json(artifact.fetched(names.CONFIG), MAX_LIST_BYTES)
+    num_kv_heads = attention_heads(config).num_kv_heads
+    kinds = set()
+    for name in artifact.manifest.linear_layers or ():
+        shape = artifact.linear_group(name).rank_shape(tp, num_kv_heads)
+        kinds.add((*shape, artifact.schema_of(name).of("w13")))
+    for rows, columns, schema in sorted(kinds, key=repr):
+        yield linear_values(rows, columns, schema, artifact.param_dtype), schema
 
 
 def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu) -> dict[str, Any]:

@@ -193,6 +193,30 @@ def methods_of(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
+def linear_of(model: torch.nn.Module, out: Path, *, is_draft: bool) -> dict[str, bool]:
+    """Linear groups of an artifact that a layer of the model is for, and whether it holds their tensors."""
+    paths = sorted(out.glob("*.safetensors"))
+    stored = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    groups, found = manifest(out)["linear_layers"], {}
+    for name, module in model.named_modules():
+        if type(getattr(module, "quant_method", None)).__name__ != "HummingLinearMethod":
+            continue
+        ending = name[name.index("layers.") :].replace(".attn.", ".self_attn.")
+        ending = ending.replace(".mtp_block.", ".")
+        fitting = [group for group in groups if group.endswith(f".{ending}")]
+        [group] = [name for name in fitting if name.startswith("mtp.") == is_draft] or fitting
+        parent = group.rpartition(".")[0]
+        modules = [f"{parent}.{module_name}" for module_name in groups[group]["shapes"]]
+        held = []
+        for part, parameter in module.named_parameters():
+            if part != "bias":
+                each = [stored[f"{module_name}.{part}"] for module_name in modules]
+                expected = each[0] if each[0].numel() == 1 else torch.cat(each)
+                held.append(torch.equal(as_bytes(parameter), as_bytes(expected)))
+        found[group] = bool(held) and all(held)
+    return found
+
+
 def described(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What a model has become."""
     values, config = parameters_of(loaded["model"]), loaded["config"]
@@ -269,7 +293,8 @@ def _has_become(layer: Any, expected: Mapping[str, RankGemm]) -> bool:
 def ask(folder: Path, case: str) -> dict[str, Any]:
     """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
     source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
-    model_type = stored.model_type if stored else case
+    model_type, _, dense = case.partition("+")
+    model_type = stored.model_type if stored else model_type
     more: dict[str, Any] = {
         **SIZES,
         **MORE_SIZES.get(model_type, {}),
@@ -280,8 +305,18 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
     publish(source, model_type, more["hidden"])
     if stored:
         vllm_quantized.store(source, stored)
-    run(source, out, stored.schema if stored else SCHEMA, threads=1)
+    asked = {"dense": dense} if dense else {}
+    run(source, out, stored.schema if stored else SCHEMA, threads=1, **asked)
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    if dense:
+        parts = load_all(out, bool(drafted))
+        answers["linear"], answers["groups"] = {}, list(manifest(out)["linear_layers"])
+        for part, loaded in parts.items():
+            if "model" not in loaded:
+                return answers | loaded
+            answers["linear"] |= linear_of(loaded["model"], out, is_draft=part == "draft")
+            answers[part] = described(loaded)
+        return answers
     if case in STOCK:
         answers["is_read_by_stock_vllm"] = is_read_by_stock_vllm(folder, source)
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))

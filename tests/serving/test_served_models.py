@@ -52,6 +52,13 @@ QUANTIZED = {
         {"model.layers.1.self_attn.o_proj"},
     ),
 }
+# Model types whose layers beside the experts are quantized too, and how.
+DENSE = (
+    *("qwen3_moe+int8", "qwen3_moe+int4-g32-zp", "qwen2_moe+int4-g32-e4m3-row", "mixtral+mxfp4"),
+    *("qwen3_next+int8", "qwen3_5_moe+int4-g32", "qwen3_vl_moe+int8", "glm4_moe+int4-g32-e4m3"),
+    *("deepseek_v3+fp8", "glm4_moe_lite+int8", "gpt_oss+int8", "minimax_m2+int8"),
+    *("ernie4_5_moe+int8", "olmoe+int8"),
+)
 DRAFTED = {*vllm_lists.DRAFTS, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.
 NOT_LOADED = {
@@ -76,7 +83,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of each model, from a process of its own."""
     out = tmp_path_factory.mktemp("served") / "answers.json"
     # In this order: a deepseek_v32 makes vLLM take every later deepseek_v3's draft for its own, in one process.
-    command = [sys.executable, "-m", "tests.make.vllm_serving", str(out), *QUANTIZED, *TRIED]
+    command = [sys.executable, "-m", "tests.make.vllm_serving", str(out)]
+    command += [*QUANTIZED, *DENSE, *TRIED]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -117,6 +125,16 @@ def test_every_other_layer_is_as_without_hqconv(answers: dict[str, Any], case: s
             assert not part["unlike"]
             assert not part["unnamed"]
             assert not part["other_methods"]
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_quantized_linear_layers_are_the_artifacts(answers: dict[str, Any], case: str) -> None:
+    """Every group is in a layer of vLLM, fused as vLLM does it, drafts too, and nothing stays unloaded."""
+    answer = answers[case]
+    for part in parts(answer):
+        assert not part["unloaded"]
+        assert "HummingLinearMethod" in part["methods"].values()
+    assert answer["linear"] == dict.fromkeys(answer["groups"], True)
 
 
 @pytest.mark.parametrize("model_type", SERVED)

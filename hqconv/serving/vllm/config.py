@@ -25,9 +25,10 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.platforms import current_platform
 
-from hqconv.errors import RequestError, first_few
+from hqconv.errors import RequestError, VerificationError, first_few
 from hqconv.io.hub import is_commit
 from hqconv.schemas.artifact_names import CONFIG, FORMAT_VERSION, MIXED_VERSION
+from hqconv.schemas.engine import ENGINE
 from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine
@@ -188,6 +189,8 @@ class HqconvConfig(SourceProxy):
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
+        if self.get_name() == ENGINE.quant_method and isinstance(layer, LinearBase):
+            _share_scales(found)
         return found
 
     def _pin_weights(self) -> None:
@@ -218,6 +221,34 @@ class HqconvConfig(SourceProxy):
                 remedy="Leave --moe-backend at its default, and serve the main model, not a part of it.",
             )
         return (self.dense or QuantizationConfig).get_cache_scale_mapper()
+
+
+def _share_scales(method: Any) -> None:
+    """Have vLLM's Humming method take the tensor-level scale that all matrices of a fused layer have.
+
+    Its own loader (vllm/model_executor/layers/quantization/humming.py, `prepare_weight_loader`) has a place for one
+    matrix. Raises VerificationError where the matrices have different ones.
+    """
+    prepare = getattr(method, "prepare_weight_loader", None)
+    if prepare is None:  # an unquantized layer
+        return
+
+    def prepared(layer: torch.nn.Module, weight_loader: Any) -> Any:
+        load, known = prepare(layer, weight_loader), dict[str, float]()
+
+        def loading(param: Any, loaded: torch.Tensor, *shard: Any) -> None:
+            if param.numel() > 1 or loaded.numel() > 1:
+                load(param, loaded, *shard)
+                return
+            scale = float(loaded)
+            if known.setdefault(param.param_name, scale) != scale:
+                what = "Matrices of a fused layer have different tensor-level scales."
+                raise VerificationError(what, expected=known[param.param_name], found=scale)
+            param.data.fill_(scale)
+
+        return loading
+
+    method.prepare_weight_loader = prepared
 
 
 def _restored(state: dict[str, Any]) -> HqconvConfig:

@@ -1,0 +1,269 @@
+"""Conversions with `dense`: linear layers beside the experts, in Humming's checkpoint layout in the model shards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hqconv
+from hqconv.errors import HqconvError, RequestError
+from hqconv.formats.quant_config import declared_formats
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.schemas.options import load_recipe
+from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.calibrated import OPTIONS, write_text
+from tests.make.conversions import assert_verified, check, manifest, run, run_until
+from tests.make.damage import Damaged
+from tests.make.families import save_family
+from tests.make.tensors import load_all, raw, snapshot
+from tests.make.tokenizer import write_tokenizer
+
+SCHEMAS = ("int8", "fp8", "int4-g32", "int4-g32-zp", "int4-g32-e4m3", "mxfp4", "nvfp4", "fp8-block")
+QKV = "model.layers.0.self_attn.qkv_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("linear") / "src"
+    save_family(folder, "qwen3_moe", inner=128, hidden=128)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(source: Path) -> Path:
+    out = source.parent / "int4"
+    run(source, out, "int8", dense="int4-g32-e4m3")
+    return out
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_tensors_are_hummings_own(source: Path, tmp_path: Path, schema: str, layout: str) -> None:
+    """Codes and scales of matrices that a server fuses, with one tensor-level scale."""
+    weight_schema = resolve_schema(schema)
+    if layout == "checkpoint" and weight_schema.is_coupled:
+        with pytest.raises(RequestError, match="IndexError"):
+            run(source, tmp_path / "out", "int8", dense=schema, layout=layout)
+        return
+    run(source, tmp_path / "out", "int8", dense=schema, layout=layout)
+    assert_verified(tmp_path / "out", source)
+    assert hqconv.check(tmp_path / "out", against=source)["passed"]
+    stored, originals = load_all(tmp_path / "out"), load_all(source)
+    for group, entry in manifest(tmp_path / "out")["linear_layers"].items():
+        modules = [f"{group.rpartition('.')[0]}.{module}" for module in entry["shapes"]]
+        weights = [originals.pop(f"{module}.weight").unsqueeze(0) for module in modules]
+        expected = quantize_stacks(weights, weight_schema, "bfloat16")
+        for module, stack in zip(modules, expected, strict=True):
+            for part, tensor in stack.tensors.items():
+                assert raw(stored.pop(f"{module}.{part}")) == raw(tensor[0]), (module, part)
+    names = {name for name in originals.keys() & stored.keys() if "experts" not in name}
+    assert not any("self_attn" in name and "proj" in name for name in names)
+    assert all(torch.equal(stored[name], originals[name]) for name in names)
+
+
+def test_the_config_names_these_layers_alone(artifact: Path, source: Path) -> None:
+    """By the source's names and by those of vLLM, which fuses some."""
+    config = json.loads((artifact / "config.json").read_text())["quantization_config"]
+    declared = declared_formats(config["source_quantization_config"], {})
+    groups = manifest(artifact)["linear_layers"]
+    quantized = {*groups}
+    for group, entry in groups.items():
+        quantized |= {f"{group.rpartition('.')[0]}.{module}" for module in entry["shapes"]}
+    quantized |= {f"language_model.{name}" for name in quantized}
+    others = {name.rpartition(".")[0] for name in load_all(source)} - quantized
+    assert not any(declared.of(name).is_float for name in quantized)
+    assert all(declared.of(name).is_float for name in {*others, "lm_head", "model.visual.o_proj"})
+
+
+def test_decoded_weights(artifact: Path, source: Path) -> None:
+    weight = load_all(source)["model.layers.1.self_attn.o_proj.weight"].float()
+    found = hqconv.dequantize(artifact, layer="model.layers.1.self_attn.o_proj")
+    assert found.keys() == {"weight"}
+    assert 0.05 < float((found["weight"] - weight).norm() / weight.norm()) < 0.2
+
+
+def _exchange(first: str, second: str, tensors: dict[str, torch.Tensor]) -> None:
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def _k_is_v(tensors: dict[str, torch.Tensor]) -> None:
+    for part in ("weight", "weight_scale"):
+        names = (f"model.layers.0.self_attn.{name}.{part}" for name in ("k_proj", "v_proj"))
+        _exchange(*names, tensors)
+
+
+def _another_layers(tensors: dict[str, torch.Tensor]) -> None:
+    for part in ("weight", "weight_scale"):
+        names = (f"model.layers.{number}.self_attn.o_proj.{part}" for number in (0, 1))
+        _exchange(*names, tensors)
+
+
+def _a_neighbours_scale(tensors: dict[str, torch.Tensor]) -> None:
+    scale = tensors["model.layers.0.self_attn.q_proj.weight_scale"].view(torch.uint8)
+    scale[0] = scale[1].clone()
+
+
+FAULTS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
+    "k_proj": _k_is_v,
+    "o_proj": _another_layers,
+    "q_proj": _a_neighbours_scale,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_named(
+    artifact: Path, source: Path, tmp_path: Path, name: str
+) -> None:
+    """Although all digests are those of the wrong files."""
+    copy = Damaged(tmp_path / "out", source, "int8")
+    shutil.copytree(artifact, copy.root)
+    paths = sorted(copy.root.glob("*.safetensors"))
+    tensors = {key: tensor for path in paths for key, tensor in load_file(path).items()}
+    FAULTS[name](tensors)
+    for path in paths:
+        save_file({key: tensors[key] for key in load_file(path)}, path, {"format": "pt"})
+    copy.reseal()
+    report = check(copy.root, source, "weights")
+    assert not report.passed
+    assert any(name in finding.where for result in report.results for finding in result.findings)
+    if name != "q_proj":  # the scale of one group of 32 weights is below what `check` tells
+        assert not hqconv.check(copy.root, against=source)["passed"]
+
+
+def test_a_layer_that_is_listed_and_has_16_bits(
+    artifact: Path, source: Path, tmp_path: Path
+) -> None:
+    copy = Damaged(tmp_path / "out", source, "int8")
+    shutil.copytree(artifact, copy.root)
+    original = load_all(source)["model.layers.0.self_attn.q_proj.weight"]
+    [path] = [
+        p for p in copy.root.glob("*.safetensors") if f"{QKV[:-8]}q_proj.weight" in load_file(p)
+    ]
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = original
+    save_file(tensors, path, {"format": "pt"})
+    copy.reseal()
+    for given in (source, None):
+        report = check(copy.root, given, "files", "weights")
+        assert all(result.findings for result in report.results)
+
+
+def test_any_way_of_work_gives_the_same_bytes(source: Path, artifact: Path, tmp_path: Path) -> None:
+    """Parts, a resumed run, one thread, little memory."""
+    expected = snapshot(artifact)
+    words: dict[str, Any] = {"dense": "int4-g32-e4m3"}
+    for part in ("2/2", "1/2"):
+        run(source, tmp_path / "parts", "int8", part=part, **words)
+    run_until(source, tmp_path / "resumed", 2, "int8", **words)
+    run(source, tmp_path / "resumed", "int8", resume=True, **words)
+    run(source, tmp_path / "one", "int8", threads=1, max_memory=64 << 20, **words)
+    for name in ("parts", "resumed", "one"):
+        assert snapshot(tmp_path / name) == expected, name
+
+
+def test_an_artifact_is_cut_for_other_ranks_without_the_checkpoint(
+    artifact: Path, source: Path, tmp_path: Path
+) -> None:
+    """The quantized layers and their config go along."""
+    out = tmp_path / "out"
+    run(artifact, out, "source", tp=2)
+    assert_verified(out, artifact)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (artifact, out)]
+    first, second = (
+        config["quantization_config"]["source_quantization_config"] for config in configs
+    )
+    assert first == second
+    assert hqconv.check(out, against=source)["passed"]
+
+
+def test_a_recipe_chooses_by_names(source: Path, tmp_path: Path) -> None:
+    """The last pattern that fits counts; modules that a server fuses have one schema."""
+    (tmp_path / "recipe.toml").write_text(
+        'schema = "int8"\ndense = "int8"\n'
+        '[dense_layers."*.o_proj"]\nschema = "fp8"\n'
+        '[dense_layers."model.layers.1.*"]\nschema = "none"\n'
+        '[dense_layers."*.layers.1.*.v_proj"]\nschema = "int4-g32"\n'
+    )
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    run(source, tmp_path / "out", **recipe.options)
+    found = {
+        name: hqconv.dequantize(tmp_path / "out", layer=f"{name.rpartition('.')[0]}.{module}")
+        for name, entry in manifest(tmp_path / "out")["linear_layers"].items()
+        for module in [*entry["shapes"]][:1]
+    }
+    assert {*found} == {QKV, QKV.replace("qkv", "o"), QKV.replace(".0.", ".1.")}
+    assert_verified(tmp_path / "out", source)
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    declared = declared_formats(config["source_quantization_config"], {})
+    bits = [
+        declared.of(f"model.layers.{layer}.self_attn.{name}").b_dtype
+        for layer in (0, 1)
+        for name in ("qkv_proj", "o_proj")
+    ]
+    assert bits == ["uint8", "float8e4m3", "uint4", ""]
+
+
+def test_a_calibration_chooses_their_codes_too(source: Path, tmp_path: Path) -> None:
+    """Of 8 bits it chooses none, and what it chose is held to the source by `verify`."""
+    write_text(tmp_path / "text")
+    options = {**OPTIONS, "calibrate": tmp_path / "text"}
+    for schema in ("int3-g32", "int8"):
+        run(source, tmp_path / "rounded", "int8", dense=schema)
+        run(source, tmp_path / schema, "int8", dense=schema, **options)
+        assert_verified(tmp_path / schema, source)
+        both = [load_all(tmp_path / name) for name in ("rounded", schema)]
+        is_same = [
+            torch.equal(*(tensors[f"{QKV[:-8]}{name}_proj.weight"] for tensors in both))
+            for name in "qkv"
+        ]
+        assert is_same == [schema == "int8"] * 3
+        shutil.rmtree(tmp_path / "rounded")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"dense": "int4-g32-h64"}, "rotated"),
+        ({"dense": "mxfp4", "dtype": "float16"}, "e8m0"),
+        ({"dense": "int4-g64", "tp": 4, "schema": "int8"}, "tensor parallel sizes 1"),
+    ],
+)
+def test_what_no_server_runs_is_refused(
+    source: Path, tmp_path: Path, words: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(HqconvError, match=re.escape(said)) as raised:
+        run(source, tmp_path / "out", **{"schema": "int8", **words})
+    assert "--dense" in raised.value.where
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_sources_are_refused(source: Path, tmp_path: Path, artifact: Path) -> None:
+    """Quantized layers keep their codes; of an unknown model nobody knows what a server fuses."""
+    with pytest.raises(RequestError, match="quantized layers beside"):
+        run(artifact, tmp_path / "out", "source", dense="int8")
+    other = tmp_path / "src"
+    shutil.copytree(source, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "laguna"}))
+    with pytest.raises(RequestError, match="model_type"):
+        run(other, tmp_path / "out", "int8", dense="int8")
+
+
+def test_columns_that_no_group_divides_stay(tmp_path: Path) -> None:
+    """With a notice."""
+    save_family(tmp_path / "src", "qwen3_moe", inner=64, hidden=96)
+    report = run(tmp_path / "src", tmp_path / "out", "int8", dense="int4-g64")
+    assert any("no whole scale groups" in text for text in report.warnings)
+    groups = manifest(tmp_path / "out")["linear_layers"]
+    assert not any("qkv" in name for name in groups)
+    assert groups
+    assert_verified(tmp_path / "out", tmp_path / "src")
