@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def _lines(manifest: Manifest) -> Iterator[str]:
         yield f"{ENGINE.name} has no start for these ranks."
     else:
         if manifest.is_kernel:
-            yield f"hqconv's plugin for {ENGINE.name} reads this artifact. In a clone of {_repository()}:"
+            yield f"hqconv's plugin for {ENGINE.name} reads this artifact. In a clone of hqconv's repository:"
             yield from ("", f"    {ENGINE.install_command}")
         yield from (f"    {command}", "")
         yield f"{_REPO} is this repo or a folder with its files."
@@ -93,12 +92,6 @@ def _lines(manifest: Manifest) -> Iterator[str]:
         for projection, error in summary.items()
     ]
     yield from _table(("projection", *_SUMMARY_KEYS), rows)
-
-
-def _repository() -> str:
-    """Return the address of hqconv's repository, by the installed package's project.urls."""
-    urls = dict(url.split(", ", 1) for url in metadata("hqconv").get_all("Project-URL") or ())
-    return str(urls.get("Repository", "hqconv's repository"))
 
 
 _SUMMARY_KEYS = ("min", "median", "max")
