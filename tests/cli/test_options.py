@@ -18,7 +18,10 @@ HUB = "--cache-limit --keep-source"
 GRID = "--tp=1 --tp-split=even --ep=1 --expert-placement=linear --redundant-experts"
 CALIBRATION = "--help-all --calibrate --calibrate-tokens=65536 --calibrate-context=2048"
 ALLOCATED = f"--input-schema=a16 --round-scales --target --cuda --dtype --max-gpu-memory {GRID} {CALIBRATION}"
-CONVERTED = f"--schema --dense=none --quantizer=rtn --allow-unserved --layout=kernel --config --source-digests {ALLOCATED}"
+CONVERTED = (
+    "--schema --dense=none --quantizer=rtn --allow-unserved --layout=kernel --config "
+    f"--source-digests {ALLOCATED}"
+)
 LIMITS = "--max-error --evaluate --max-kl"
 COMMANDS = {
     "convert": f"SRC --out/-o --revision {CONVERTED} {LIMITS} --part --resume --overwrite --update --dry-run --profile "
