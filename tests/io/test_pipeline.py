@@ -18,8 +18,11 @@ from hqconv.io.pipeline import pipeline
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
+    """An interrupt may come after a pool's thread began and before the pool knows it: then it ends by itself."""
     before = set(threading.enumerate())
     yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
     assert set(threading.enumerate()) <= before
 
 
