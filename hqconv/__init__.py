@@ -7,8 +7,11 @@ is asked for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hqconv.version import __version__
@@ -83,6 +86,29 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module(f"hqconv.{_MODULES.get(name, 'api')}"), name)
-    raise AttributeError(f"module 'hqconv' has no attribute '{name}'")
+    if name not in __all__:
+        raise AttributeError(f"module 'hqconv' has no attribute '{name}'")
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"hqconv.{_MODULES[name]}"), name)
+    function = _with_parameters(getattr(importlib.import_module("hqconv.api"), name))
+    globals()[name] = function
+    return function
+
+
+def _with_parameters(function: Callable[..., Any]) -> Any:
+    """Return a function of the API; a note of its errors names parameters where the text has options."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        from hqconv.errors import HqconvError
+
+        try:
+            return function(*arguments, **options)
+        except HqconvError as error:
+            found = re.findall(r"--([a-z][a-z-]*)", error.where)
+            if found:
+                names = ", ".join(name.replace("-", "_") for name in found)
+                error.add_note(f"In Python: {names}.")
+            raise
+
+    return call if callable(function) and not isinstance(function, type) else function

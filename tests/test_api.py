@@ -205,7 +205,7 @@ def test_all_of_it_is_typed_and_told() -> None:
     assert (REPO / "hqconv/py.typed").exists()
     for name in (name for name in hqconv.__all__ if name.islower() and name != "__version__"):
         function = getattr(hqconv, name)
-        assert function is getattr(api, name)
+        assert function.__wrapped__ is getattr(api, name)
         parameters = inspect.signature(function).parameters
         assert set(function.__annotations__) - {"return"} == parameters.keys()
         missing = [p for p in parameters if not re.search(rf"\b{p}\b", function.__doc__)]

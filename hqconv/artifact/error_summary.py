@@ -19,19 +19,26 @@ _COUNTS = {
 
 
 def summarize_errors(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return projection → min, median and max over layers of the relative error, and the layer with the largest."""
+    """Return projection → min, median and max over layers of the relative error, and the layer with the largest.
+
+    Of a calibration also the median of the outputs' error, which it made small: `median_of_outputs`.
+    """
     found: dict[str, dict[str, float]] = {}
+    outputs: dict[str, list[float]] = {}
     for layer, projections in errors.items():
         for projection, measured in projections.items():
             value = measured.get("relative_error") if isinstance(measured, dict) else None
             if isinstance(value, int | float):
                 found.setdefault(projection, {})[layer] = float(value)
+                if "relative_output_error" in measured:
+                    outputs.setdefault(projection, []).append(measured["relative_output_error"])
     return {
         projection: {
             "min": min(values.values()),
             "median": median(values.values()),
             "max": max(values.values()),
             "worst_block": max(values, key=values.__getitem__),
+            **({"median_of_outputs": median(outputs[projection])} if projection in outputs else {}),
         }
         for projection, values in found.items()
     }

@@ -229,7 +229,8 @@ class ProjectionError(Entry):
     """Relative Frobenius error of one projection of a layer.
 
     num_experts_requantized, num_groups, num_exact_groups: where the source is quantized. largest_scale_change: where
-    scales were rounded. num_experts_without_tokens, num_experts_with_few_tokens: of a calibration, of w2.
+    scales were rounded. relative_output_error: of the outputs on a calibration's tokens.
+    num_experts_without_tokens, num_experts_with_few_tokens: of a calibration, of w2.
     """
 
     relative_error: float
@@ -239,6 +240,7 @@ class ProjectionError(Entry):
     num_groups: int | None = None
     num_exact_groups: int | None = None
     largest_scale_change: float | None = None
+    relative_output_error: float | None = None
     num_experts_without_tokens: int | None = None
     num_experts_with_few_tokens: int | None = None
 

@@ -87,11 +87,17 @@ def _lines(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## Errors of the weights", "")
     yield "Relative Frobenius error of the experts' matrices against the source, over layers:"
     summary = summarize_errors(manifest.errors())
+    keys = {key: key for key in _SUMMARY_KEYS}
+    if manifest.calibration is not None:
+        keys |= {"median_of_outputs": "median of outputs' errors"}
     rows = [
-        (PROJECTIONS.get(projection, projection), *(f"{error[key]:.5f}" for key in _SUMMARY_KEYS))
+        (
+            PROJECTIONS.get(projection, projection),
+            *(f"{error[key]:.5f}" if key in error else "" for key in keys),
+        )
         for projection, error in summary.items()
     ]
-    yield from _table(("projection", *_SUMMARY_KEYS), rows)
+    yield from _table(("projection", *keys.values()), rows)
 
 
 _SUMMARY_KEYS = ("min", "median", "max")

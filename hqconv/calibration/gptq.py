@@ -191,6 +191,7 @@ def quantize_by_outputs(
     is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
     choice = _ScaleChoice(schema, param_dtype, _start_scales(rounded, schema), is_free)
     solution = _solve(weights, choice, products.hessian)
+    powers = (weights * _times(weights, products.hessian.h)).double().sum(2)
     results, begin = list[QuantizedStack](), 0
     with resident(weights.device):
         for stack, rounded_stack in zip(stacks, rounded, strict=True):
@@ -204,7 +205,9 @@ def quantize_by_outputs(
                 tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
             error, power = quantized.error_sums(stack, tensors, schema)
             num_exact = torch.zeros_like(rounded_stack.num_exact)
-            results.append(QuantizedStack(tensors, error, power, num_exact))
+            losses = solution.loss[:, rows].double()
+            outputs = torch.stack([losses.sum(1), powers[:, rows].sum(1)])
+            results.append(QuantizedStack(tensors, error, power, num_exact, outputs=outputs))
     return results
 
 

@@ -337,10 +337,17 @@ def _layers(runs: Iterable[Mapping[str, Any]]) -> Shown:
 
 def _errors(summary: Mapping[str, Mapping[str, Any]]) -> Shown:
     """Yield the table of `summarize_errors`: relative errors over all layers."""
-    headers = ("relative error", "smallest", "median", "largest", "worst layer")
-    keys = ("min", "median", "max", "worst_block")
+    columns = {
+        "min": "smallest",
+        "median": "median",
+        "max": "largest",
+        "worst_block": "worst layer",
+    }
+    if any("median_of_outputs" in error for error in summary.values()):
+        columns = {"median_of_outputs": "of outputs", **columns}
+    headers = ("relative error", *columns.values())
     rows = [
-        (PROJECTIONS.get(role, role), *(error[key] for key in keys))
+        (PROJECTIONS.get(role, role), *(error.get(key, "") for key in columns))
         for role, error in summary.items()
     ]
     yield from _table(headers, rows)

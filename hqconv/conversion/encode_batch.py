@@ -291,7 +291,8 @@ def projection_errors(
     """Return the relative Frobenius error of each projection over all experts, and of the worst expert.
 
     Where the source `is_coded`, also the number of requantized experts, and of their scale groups without any error;
-    where scales were rounded, the largest relative change; of w2 also the experts that a calibration hardly reached.
+    where scales were rounded, the largest relative change; of a calibration the error of
+    outputs; of w2 also the experts that a calibration hardly reached.
     `math.fsum` is exact: the order of experts does not matter.
     """
     errors: dict[str, Any] = {}
@@ -308,6 +309,12 @@ def projection_errors(
         }
         errors[role] |= (requantized_counts(of_role) if is_coded else {}) | scale_changes(of_role)
         errors[role] |= _calibration_counts(of_role)
+        outputs = [sums for sums in of_role if sums.output_error and sums.output_power]
+        if outputs:
+            error = math.fsum(sums.output_error or 0.0 for sums in outputs)
+            power = math.fsum(sums.output_power or 0.0 for sums in outputs)
+            # the last digits depend on how experts are batched
+            errors[role]["relative_output_error"] = float(f"{relative_error(error, power):.5g}")
     return errors
 
 

@@ -40,6 +40,7 @@ class ErrorSums:
     num_exact: scale groups without any error, of `num_groups` (per row), if they were counted. is_direct: the
     source's codes were kept without a measurement. scale_change: for kept codes with rounded scales (and a measured
     error), the largest relative change of a scale. num_tokens: of a calibration, that chose the expert; of w2 alone.
+    output_error, output_power: of a calibration, sums of squares over the matrix's outputs.
     """
 
     error: float = 0.0
@@ -49,6 +50,8 @@ class ErrorSums:
     is_direct: bool = False
     scale_change: float | None = None
     num_tokens: int | None = None
+    output_error: float | None = None
+    output_power: float | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -68,7 +71,7 @@ class QuantizedStack:
     `tensors`: `weight` int32 [E, N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them; tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`.
+    `is_direct`. `outputs`: of a calibration, float64 [2, E], output_error and output_power.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -78,11 +81,13 @@ class QuantizedStack:
     num_groups: int = 0
     is_direct: bool = False
     scale_change: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
-        """Return the input of `error_sums`: float64 [3, E] on the device."""
+        """Return the input of `error_sums`: float64 [3 or 5, E] on the device."""
         last = self.num_exact.double() if self.scale_change is None else self.scale_change
-        return torch.stack([self.error, self.power, last])
+        sums = torch.stack([self.error, self.power, last])
+        return sums if self.outputs is None else torch.cat([sums, self.outputs])
 
     def error_sums(self, sums: torch.Tensor | None = None) -> list[ErrorSums]:
         """Return each matrix's error sums, from `sums` if they are on the host; else wait for the device."""
@@ -95,8 +100,15 @@ class QuantizedStack:
                 for error, power, change in zip(*each, strict=True)
             ]
         return [
-            ErrorSums(error, power, int(exact), self.num_groups)
-            for error, power, exact in zip(*each, strict=True)
+            ErrorSums(
+                error,
+                power,
+                int(exact),
+                self.num_groups,
+                output_error=outputs[0] if outputs else None,
+                output_power=outputs[1] if outputs else None,
+            )
+            for error, power, exact, *outputs in zip(*each, strict=True)
         ]
 
 
