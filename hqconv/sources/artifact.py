@@ -70,7 +70,8 @@ class ArtifactSource(SafetensorsSource):
         self.config = names.admit_transformers(self.config)
         own = self.config.pop("quantization_config", None)
         if self.artifact.manifest.linear_layers:  # its config is the artifact's, not the source's
-            self.quantization = own.get("source_quantization_config")
+            found = own.get("source_quantization_config") if isinstance(own, dict) else None
+            self.quantization = found if isinstance(found, dict) else None
         self._readers: dict[str, ExpertReader] = {}
         self._add_rank_files()
 
