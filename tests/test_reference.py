@@ -73,6 +73,7 @@ def make_artifacts(folder: Path) -> None:
     text.write_text(" ".join(map(str, range(3, 60))))
     run(calibrated, folder / "calibrated", "int4-g32", calibrate=text, calibrate_context=16)
     run(folder / "calibrated", folder / "cut-calibrated", "source", Grid(2))
+    run(calibrated, folder / "dense", "int8", dense="int8", dense_layers={"*.o_proj": "fp8"})
     rounded = write(folder / "rounded-src", "gptq-int4-zp").folder
     run(rounded, folder / "rounded", "source", dtype="bfloat16", round_scales=True)
     run(write(folder / "coded", "fp8-block").folder, folder / "requantized", "mxfp4")

@@ -224,7 +224,9 @@ class StreamedModel:
         num_tokens = sum(ids.numel() for ids in batches)
         num_inputs = num_layers * sum(ids.numel() for ids in streams[0])
         # A pass holds the embeddings and the hidden states of its tokens, and the rotations of their positions.
-        head_size = getattr(config, "head_dim", None) or config.hidden_size
+        head_size = config.to_dict().get("head_dim")  # may differ by layer
+        if not isinstance(head_size, int):
+            head_size = config.hidden_size
         states = (2 * num_tokens + num_inputs) * config.hidden_size + 2 * num_tokens * head_size
         states += sum(ids.size(1) ** 2 for ids in batches)
         largest = max(map(self.stage_bytes, self.stages))

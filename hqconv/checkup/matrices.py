@@ -461,7 +461,7 @@ def _bad_rows(
     chance = _CHANCE * tangent**2 / (1 + tangent**2) / math.sqrt(d.size(1))
     is_lost = (decoded == 0) & (power > 1e-3 * power.mean())
     bad = ((cosines < limit - chance) | is_lost).nonzero().flatten()
-    return bad if 0 < len(bad) < 0.9 * len(power) else None
+    return bad if 0 < len(bad) < 0.75 * len(power) else None
 
 
 def _is_rounded_beside(

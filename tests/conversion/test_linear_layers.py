@@ -26,7 +26,7 @@ from tests.make.families import save_family
 from tests.make.tensors import load_all, raw, snapshot
 from tests.make.tokenizer import write_tokenizer
 
-SCHEMAS = ("int8", "fp8", "int4-g32", "int4-g32-zp", "int4-g32-e4m3", "mxfp4", "nvfp4", "fp8-block")
+SCHEMAS = ("int8", "fp8", "int4-g32", "int4-g32-zp", "int4-g32-e4m3", "mxfp4", "nvfp4")
 QKV = "model.layers.0.self_attn.qkv_proj"
 
 

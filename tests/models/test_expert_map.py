@@ -26,6 +26,7 @@ from hqconv.models.families import (
     Family,
 )
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
+from hqconv.models.tensor_names import decoder_layer
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef, num_bits
 from tests.make.effort import num_examples
@@ -117,7 +118,8 @@ def checkpoint(
         PUT[form](tensors, family, family.modules[0].format(layer=layer))
         put(tensors, f"{mlp}.shared_experts.up_proj.weight", INTER, H)
         put(tensors, f"{mlp}.shared_expert_gate.weight", 1, H)
-        put(tensors, f"model.layers.{layer}.linear_attn.conv1d.weight", H, 1, 4)
+        place = decoder_layer(family.modules[0].format(layer=layer))
+        put(tensors, f"{place}linear_attn.conv1d.weight", H, 1, 4)
     put(tensors, "lm_head.weight", 100, H)
     return tensors, config_of(family, model_type)
 
