@@ -37,10 +37,7 @@ READ_IN = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_5.py"),
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), "qwen3_vl_moe.py"),
     "glm4_moe": "glm4_moe.py",
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"),
-        "deepseek_v2.py",
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), "deepseek_v2.py"),
     "ernie4_5_moe": "ernie45_moe.py",
     "gpt_oss": "gpt_oss.py",
     "minimax_m2": "minimax_m2.py",

@@ -47,7 +47,9 @@ def artifact(source: Path) -> Path:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-def test_tensors_are_hummings_own(source: Path, tmp_path: Path, schema: str, layout: str) -> None:
+def test_tensors_are_those_of_the_quantizer(
+    source: Path, tmp_path: Path, schema: str, layout: str
+) -> None:
     """Codes and scales of matrices that a server fuses, with one tensor-level scale."""
     weight_schema = resolve_schema(schema)
     if layout == "checkpoint" and weight_schema.is_coupled:
