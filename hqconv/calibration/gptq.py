@@ -1,7 +1,8 @@
 """Quantization of experts by the error of their outputs: GPTQ over all columns, then descent of codes and scales.
 
-H = Σ p² x xᵀ is a sum over the tokens of a calibration: x is what a GEMM is given, p the router's weight. An error e of
-a row, the source's weights less the decoded ones, costs eᵀ H e. The steps of `quantize_by_outputs`:
+H = Σ p x xᵀ is a sum over the tokens of a calibration: x is what a GEMM is given, p the router's weight. An error e of
+a row, the source's weights less the decoded ones, costs eᵀ H e. H is damped as much as tokens that it has not seen
+allow. The steps of `quantize_by_outputs`:
 
 1. Compensate. A GEMM behind a quantized one is given x in place of the source's y: its weights are solved again, so
    that their outputs for x are nearest to the source's outputs for y. How far is decided on validation tokens.
@@ -12,7 +13,11 @@ a row, the source's weights less the decoded ones, costs eᵀ H e. The steps of 
    become; or columns by decreasing diagonal of H, under scales that are searched beforehand.
 4. Descend. Every group is rounded again, with its scales, as all others stand: from the first to the last, and back.
 
-torch alone, on any device. The same bytes for the same inputs, number of experts and type of device, not between types.
+Where gradients by the outputs are known, the errors e_m and e_n of two rows cost G_mn e_mᵀ H e_n, with G = Σ g gᵀ.
+Then steps 3 and 4 go from one block of rows to the next, which makes good the errors of the rows before.
+
+torch, and compiled loops for columns. The same bytes for the same inputs, number of experts and type of device, not
+between types.
 Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group,
 C candidates.
 """
@@ -21,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from hqconv.formats.encoding import resized
 from hqconv.humming_ops.runtime import humming, resident
-from hqconv.quantization import quantized
+from hqconv.quantization import cpu, quantized
 from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.group_scales import (
     GroupScales,
@@ -49,7 +54,12 @@ from hqconv.quantization.scale_search import (
 )
 from hqconv.schemas.weight_schema import WeightSchema
 
-_DAMPING = 0.01  # of the mean diagonal of H
+_DAMPINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
+_NEAR_BEST = 1.02  # of the least loss: so much is allowed for more damping
+_DIAGONAL_SHARE = (
+    0.1  # of the products of gradients, whose other entries a few tokens do not tell well
+)
+_ROW_BLOCKS = 16  # of a matrix with gradients
 _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
 _LONGEST_GROUP = 256  # of columns whose scale is chosen with their codes
@@ -62,30 +72,48 @@ _MARGIN = 1 - 2.0**-20  # of a loss that must be beaten
 
 @dataclass(frozen=True, eq=False)
 class InputProducts:
-    """Sums of Σ p² x xᵀ over tokens, float64 [1 or E, K, K]: of most tokens, and of validation tokens.
+    """Sums of Σ p x xᵀ over tokens, float64 [1 or E, K, K]: of most tokens, and of validation tokens.
 
-    fit_drift, validation_drift: the same sums of p² (y - x) xᵀ, where the source's weights before the GEMM give y in
-    place of x.
+    fit_drift, validation_drift: the same sums of p (y - x) xᵀ, where the source's weights before the GEMM give y in
+    place of x. gradients: of the loss by the GEMM's outputs, where they are known.
     """
 
     fit: torch.Tensor
     validation: torch.Tensor
     fit_drift: torch.Tensor | None = None
     validation_drift: torch.Tensor | None = None
+    gradients: OutputGradients | None = None
+
+    @cached_property
+    def h(self) -> torch.Tensor:
+        """H of all tokens, float32 [1 or E, K, K]."""
+        return (self.fit + self.validation).float()
 
     @cached_property
     def hessian(self) -> _Hessian:
         """H of all tokens, damped."""
-        h = self.fit + self.validation
-        diagonal = h.diagonal(dim1=1, dim2=2)
-        mean = diagonal.mean(1, keepdim=True)
-        diagonal += torch.where(mean > 0, _DAMPING * mean, 1.0)
-        return _Hessian(h.float())
+        losses = torch.stack([self._validation_loss(damping) for damping in _DAMPINGS])
+        is_good = losses <= _NEAR_BEST * losses.amin(0)
+        dampings = losses.new_tensor(_DAMPINGS).unsqueeze(1)
+        strongest = torch.where(is_good, dampings, _DAMPINGS[0]).amax(0)
+        return _Hessian(_damped(self.fit + self.validation, strongest).float())
+
+    def _validation_loss(self, damping: float) -> torch.Tensor:
+        """Return what rounding under H of most tokens loses on validation tokens, float64 [1 or E], up to a factor.
+
+        Columns are rounded by decreasing diagonal of H, each with the same error at first.
+        """
+        fit = _Hessian(_damped(self.fit, torch.full_like(self.fit[:, 0, 0], damping)))
+        factor = _upper_factor(fit.ordered.h)
+        inverse = _inverse(factor)
+        lost = (inverse @ fit.in_order(self.validation) * inverse).sum(2)
+        return (factor.diagonal(dim1=1, dim2=2).square() * lost).sum(1)
 
     def resized(self, size: int) -> InputProducts:
         """Return the products of inputs with zeros for further columns, as far as `size`; without drifts."""
         sizes = size, size
-        return InputProducts(resized(self.fit, sizes), resized(self.validation, sizes))
+        fit, validation = resized(self.fit, sizes), resized(self.validation, sizes)
+        return InputProducts(fit, validation, gradients=self.gradients)
 
     def rotated(self, block: int) -> InputProducts:
         """Return the products of inputs that are rotated in blocks of columns; without drifts."""
@@ -93,14 +121,50 @@ class InputProducts:
         def on_both_sides(products: torch.Tensor) -> torch.Tensor:
             return rotate(rotate(products, block).transpose(1, 2).contiguous(), block)
 
-        return InputProducts(on_both_sides(self.fit), on_both_sides(self.validation))
+        fit, validation = on_both_sides(self.fit), on_both_sides(self.validation)
+        return InputProducts(fit, validation, gradients=self.gradients)
+
+
+def _damped(h: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """Return H with shares of its mean diagonal [1 or E] added; with a unit's, if it is 0."""
+    mean = h.diagonal(dim1=1, dim2=2).mean(1)
+    added = torch.where(mean > 0, damping * mean, 1.0)
+    eye = torch.eye(h.size(1), dtype=h.dtype, device=h.device)
+    return h + added.view(-1, 1, 1) * eye
+
+
+@dataclass(frozen=True, eq=False)
+class OutputGradients:
+    """Σ g gᵀ over tokens, [N, N]: g is a gradient of the model's loss by the outputs of a GEMM."""
+
+    products: torch.Tensor
+
+    def resized(self, size: int) -> OutputGradients:
+        """Return the products with zeros for further outputs, as far as `size`."""
+        if size == len(self.products):
+            return self
+        return OutputGradients(resized(self.products, (size, size)))
+
+    @cached_property
+    def coupling(self) -> torch.Tensor:
+        """What the errors of two rows cost together, float64 [N, N]: the products, closer to their diagonal."""
+        products = self.products.double()
+        products = products / products.diagonal().mean().clamp_min(1e-300)
+        eye = torch.eye(len(products), dtype=products.dtype, device=products.device)
+        return (1 - _DIAGONAL_SHARE) * products + (_DIAGONAL_SHARE + 0.01) * eye
+
+    @cached_property
+    def factor(self) -> torch.Tensor:
+        """The upper triangular L with L Lᵀ = `coupling`, float64 [N, N]."""
+        return _upper_factor(self.coupling)
 
 
 @dataclass(frozen=True, eq=False)
 class _Hessian:
-    """H, damped, float32 [1 or E, K, K], and what is derived from it."""
+    """H, damped, [1 or E, K, K], and what is derived from it, float32."""
 
     h: torch.Tensor
+    _blocks: dict[tuple[str, int], _Blocks] = field(default_factory=dict)
 
     @property
     def diagonal(self) -> torch.Tensor:
@@ -125,19 +189,29 @@ class _Hessian:
     @cached_property
     def ordered(self) -> _Hessian:
         """H of the columns in `order`."""
-        rows = self.h.gather(1, self.order.unsqueeze(2).expand_as(self.h))
-        return _Hessian(rows.gather(2, self.order.unsqueeze(1).expand_as(self.h)))
+        return _Hessian(self.in_order(self.h))
+
+    def in_order(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Return matrices of H's shape with rows and columns in `order`."""
+        rows = matrices.gather(1, self.order.unsqueeze(2).expand_as(matrices))
+        return rows.gather(2, self.order.unsqueeze(1).expand_as(matrices))
 
     def free_blocks(self, size: int) -> _Blocks:
         """Return the factors of runs of `size` columns that are rounded while the columns behind them are free."""
-        factor = _diagonal_blocks(self.factor, size).double()
-        return _Blocks(factor.float().contiguous(), _inverse(factor).float())
+        if ("free", size) not in self._blocks:
+            factor = _diagonal_blocks(self.factor, size).double()
+            blocks = _Blocks(factor.float().contiguous(), _inverse(factor).float())
+            self._blocks["free", size] = blocks
+        return self._blocks["free", size]
 
     def fixed_blocks(self, size: int) -> _Blocks:
         """Return the factors of runs of `size` columns that are rounded while all other columns stand."""
-        factor = _upper_factor(_diagonal_blocks(self.h, size).double())
-        inverse = _inverse(factor)
-        return _Blocks(factor.float().contiguous(), (inverse.mT @ inverse).float())
+        if ("fixed", size) not in self._blocks:
+            factor = _upper_factor(_diagonal_blocks(self.h, size).double())
+            inverse = _inverse(factor)
+            blocks = _Blocks(factor.float().contiguous(), (inverse.mT @ inverse).float())
+            self._blocks["fixed", size] = blocks
+        return self._blocks["fixed", size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +263,13 @@ def quantize_by_outputs(
     weights = _by_columns(torch.cat([target.float() for target in targets], 1))
     is_grouped = schema.weight_scale_type == "group"
     is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
-    choice = _ScaleChoice(schema, param_dtype, _start_scales(rounded, schema), is_free)
-    solution = _solve(weights, choice, products.hessian)
-    powers = (weights * _times(weights, products.hessian.h)).double().sum(2)
+    start = _start_scales(rounded, schema)
+    choice = _ScaleChoice(schema, param_dtype, start, start, is_free)
+    solution = _solve(weights, choice, products)
+    losses, powers = (
+        (values * _times(values, products.h)).double().sum(2)
+        for values in (weights - solution.values, weights)
+    )
     results, begin = list[QuantizedStack](), 0
     with resident(weights.device):
         for stack, rounded_stack in zip(stacks, rounded, strict=True):
@@ -205,8 +283,7 @@ def quantize_by_outputs(
                 tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
             error, power = quantized.error_sums(stack, tensors, schema)
             num_exact = torch.zeros_like(rounded_stack.num_exact)
-            losses = solution.loss[:, rows].double()
-            outputs = torch.stack([losses.sum(1), powers[:, rows].sum(1)])
+            outputs = torch.stack([losses[:, rows].sum(1), powers[:, rows].sum(1)])
             results.append(QuantizedStack(tensors, error, power, num_exact, outputs=outputs))
     return results
 
@@ -263,28 +340,36 @@ def _regression(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> to
 
 @dataclass(frozen=True, eq=False)
 class _ScaleChoice:
-    """The scales that matrices may get. start: those of round-to-nearest, [E, N, G].
+    """The scales that rows of matrices may get. start: those of round-to-nearest, [E, N, G].
 
-    is_free: scales are chosen with the codes; else they are those of the start.
+    of_all_rows: the same of all rows. is_free: scales are chosen with the codes; else they are those of the start.
     """
 
     schema: WeightSchema
     param_dtype: str
     start: GroupScales
+    of_all_rows: GroupScales
     is_free: bool
+
+    def of_rows(self, rows: slice) -> _ScaleChoice:
+        """Return the choice of some of the rows."""
+        start, second = _rows(self.start, rows), self.start.second
+        if second is not None and second.size(1) > 1:
+            second = second[:, rows].contiguous()
+        return replace(self, start=replace(start, second=second))
 
     @cached_property
     def floor(self) -> torch.Tensor | None:
         """See `least_byte`."""
         has_row_scale = self.schema.has_row_scale
-        return least_byte([self.start.stored], self.param_dtype, has_row_scale=has_row_scale)
+        return least_byte([self.of_all_rows.stored], self.param_dtype, has_row_scale=has_row_scale)
 
     def is_allowed(self, scales: GroupScales) -> torch.Tensor:
         """Return a mask of the scales that the parameter dtype can hold beside the start's largest."""
         if self.floor is None:
             return torch.ones_like(scales.scale, dtype=torch.bool)
         magnitude = magnitude_bytes(scales.stored)
-        largest = magnitude_bytes(self.start.stored).amax((1, 2), keepdim=True)
+        largest = magnitude_bytes(self.of_all_rows.stored).amax((1, 2), keepdim=True)
         return (magnitude >= self.floor) & (magnitude <= largest)
 
     def searched(self, weights: torch.Tensor, importance: torch.Tensor) -> GroupScales:
@@ -431,8 +516,37 @@ class _RoundedColumns:
     values: torch.Tensor
 
 
-def _solve(weights: torch.Tensor, choice: _ScaleChoice, hessian: _Hessian) -> _Solution:
-    """Return codes and scales of weights [E, N, K] with a small loss."""
+def _solve(weights: torch.Tensor, choice: _ScaleChoice, products: InputProducts) -> _Solution:
+    """Return codes and scales of weights [E, N, K] with a small loss; with gradients, block after block of rows.
+
+    With L Lᵀ = G (L upper triangular), a block b makes good the errors e of the rows before with
+    L_bb⁻ᵀ Σ_{m<b} L_mbᵀ e_m.
+    """
+    gradients, num_rows = products.gradients, weights.size(1)
+    if gradients is None:
+        return _solve_rows(weights, choice, products.hessian)
+    factor = gradients.factor.to(weights.device)
+    error = torch.zeros_like(weights)
+    solutions = []
+    size = -(-num_rows // _ROW_BLOCKS)
+    for begin in range(0, num_rows, size):
+        rows = slice(begin, begin + size)
+        before, own = factor[:begin, rows], factor[rows, rows]
+        pull = torch.linalg.solve_triangular(own.mT, before.mT, upper=False).float()
+        target = weights[:, rows] + pull @ error[:, :begin]
+        solution = _solve_rows(_by_columns(target), choice.of_rows(rows), products.hessian)
+        error[:, rows] = weights[:, rows] - solution.values
+        solutions.append(solution)
+    return _Solution(
+        torch.cat([solution.numbers for solution in solutions], 1),
+        torch.cat([solution.values for solution in solutions], 1),
+        _joined([solution.scales for solution in solutions], 1),
+        torch.cat([solution.loss for solution in solutions], 1),
+    )
+
+
+def _solve_rows(weights: torch.Tensor, choice: _ScaleChoice, hessian: _Hessian) -> _Solution:
+    """Return codes and scales of rows that do not depend on each other."""
     block = math.gcd(_BLOCK, weights.size(2))
     size = choice.schema.weight_scale_group_size if choice.is_free else block
     scales = choice.searched(weights, hessian.diagonal)
@@ -566,26 +680,10 @@ def _round(
     scales: of C candidates, [C, E, N, 1], or [1, E, N, S] for each column. factor: upper triangular, [1 or E, S, S].
     """
     if target.is_cuda:
-        from hqconv.quantization.triton_sweep import round_columns  # loads Triton
+        from hqconv.quantization import triton_sweep  # loads Triton
 
-        return _RoundedColumns(*round_columns(target, scales, factor, schema))
-    num_experts, num_rows, num_columns = target.shape
-    shape = (len(scales.scale), num_experts, num_columns, num_rows)
-    numbers, values, carried = torch.zeros(3, *shape, device=target.device).mT
-    loss = torch.zeros(len(scales.scale), num_experts, num_rows, device=target.device)
-    for column in range(num_columns):
-        own = _group(scales, column) if scales.scale.size(3) > 1 else scales
-        diagonal = factor[:, column, column].view(-1, 1)
-        wanted = target[:, :, column] + carried[..., column] / diagonal
-        number = _nearest_numbers(wanted[..., None, None], own, schema)
-        value = quantized.decode(number, own)[..., 0, 0]
-        numbers[..., column], values[..., column] = number[..., 0, 0], value
-        loss += ((wanted - value) * diagonal).square_()
-        lost = (target[:, :, column] - value).unsqueeze(-1)
-        carried[..., column + 1 :] += lost * factor[:, column, None, column + 1 :]
-    least, best = loss.min(0)
-    index = best.expand(1, *best.shape).unsqueeze(-1).expand(1, *target.shape)
-    return _RoundedColumns(least, best, numbers.gather(0, index)[0], values.gather(0, index)[0])
+        return _RoundedColumns(*triton_sweep.round_columns(target, scales, factor, schema))
+    return _RoundedColumns(*cpu.round_columns(target, scales, factor, schema))
 
 
 def _nearest_numbers(

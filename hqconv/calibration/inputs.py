@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from hqconv.calibration.activations import activate
-from hqconv.calibration.gptq import InputProducts
+from hqconv.calibration.gptq import InputProducts, OutputGradients
+from hqconv.calibration.output_gradients import output_gradients
 from hqconv.calibration.streamed_model import Stream, StreamedModel
 from hqconv.calibration.transformers_model import (
     Text,
@@ -38,7 +39,8 @@ from hqconv.schemas.activation import Activation
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of a calibration
-_VALIDATION_EVERY = 4  # of so many sequences one is for validation
+_VALIDATION_SHARE = 0.25  # of the tokens, the last ones: neighbours are alike
+_GRADIENT_TOKENS = 16_384  # of the text, the first ones
 _LARGEST = 2.0**40  # of inputs whose squares are summed in float32
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
@@ -56,7 +58,8 @@ class ExpertActivations:
     """Inputs of a layer's experts: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
 
     The weight of a choice that is no expert of the layer is 0. is_validation: bool [T], tokens for choices between
-    solutions. power: float32 [T], each token's squared norm of the hidden state that the layer gives.
+    solutions. power: float32 [T], each token's squared norm of the hidden state that the layer gives. gradients: of
+    the loss by the experts' outputs, where they are known.
     """
 
     x: torch.Tensor
@@ -64,6 +67,7 @@ class ExpertActivations:
     weights: torch.Tensor
     is_validation: torch.Tensor
     power: torch.Tensor
+    gradients: OutputGradients | None = None
 
     def num_tokens(self, experts: Sequence[int]) -> list[int]:
         """Return the number of tokens that chose each of some experts."""
@@ -75,8 +79,8 @@ class ExpertActivations:
 
     @cached_property
     def hidden_products(self) -> InputProducts:
-        """Products of x, the input of w13, for all experts: each token counts with the squares of its weights."""
-        shares = self.weights.float().square().sum(1)
+        """Products of x, the input of w13, for all experts: each token counts with its weights."""
+        shares = self.weights.float().sum(1)
 
         def products(mask: torch.Tensor) -> torch.Tensor:
             tokens = mask.nonzero().view(-1)
@@ -110,19 +114,22 @@ class ExpertActivations:
             if quantized is not None:
                 changed = own | {name: stack[index].float() for name, stack in quantized.items()}
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
-            share = self.weights[token, choice].float().square()
+            share = self.weights[token, choice].float()
             mask = self.is_validation[token]
             fit.append(self._expert_products(token[~mask], share[~mask], activation, own, changed))
             validation.append(
                 self._expert_products(token[mask], share[mask], activation, own, changed)
             )
-        products = [torch.stack([pair[0] for pair in pairs]) for pairs in (fit, validation)]
+        gradients = self.gradients
+        if gradients is not None:
+            gradients = gradients.resized(weights["w2"].size(1))
+        sums = [torch.stack([pair[0] for pair in pairs]) for pairs in (fit, validation)]
         if quantized is None:
-            _bound(*products)
-            return InputProducts(*products)
+            _bound(*sums)
+            return InputProducts(sums[0], sums[1], gradients=gradients)
         drifts = [torch.stack([pair[1] for pair in pairs]) for pairs in (fit, validation)]
-        _bound(*products, *drifts)
-        return InputProducts(*products, *drifts)
+        _bound(*sums, *drifts)
+        return InputProducts(sums[0], sums[1], drifts[0], drifts[1], gradients)
 
     def _expert_products(
         self,
@@ -256,14 +263,11 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
 
 
 def _validation_masks(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the mask of the tokens of every fourth sequence, bool [B * T] of each batch."""
-    begin, masks = 0, []
-    for ids in batches:
-        numbers = torch.arange(begin, begin + len(ids), device=ids.device)
-        mask = numbers % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
-        masks.append(mask.repeat_interleave(ids.size(1)))
-        begin += len(ids)
-    return masks
+    """Return the mask of the last tokens, bool [B * T] of each batch."""
+    sizes = [ids.numel() for ids in batches]
+    is_validation = torch.arange(sum(sizes)) >= (1 - _VALIDATION_SHARE) * sum(sizes)
+    masks = zip(torch.split(is_validation, sizes), batches, strict=True)
+    return [mask.to(ids.device) for mask, ids in masks]
 
 
 @contextmanager
@@ -296,6 +300,8 @@ def expert_inputs(
         batches = batches_of(text, context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
+            first = text._replace(ids=text.ids[:_GRADIENT_TOKENS])
+            gradient_batches = batches_of(first, min(context_length, _PASS_TOKENS), device)
             num_kept, most_layers = num_layers
             model.check_memory(
                 [batches],
@@ -303,12 +309,13 @@ def expert_inputs(
                 num_layers=num_kept,
                 most_layers=most_layers,
                 least_bytes=least_bytes,
+                gradient_tokens=sum(ids.numel() for ids in gradient_batches),
             )
             beside = [held_out] * (4 // dtype.itemsize)  # they are run in float32
             if model.needed_bytes([batches, *beside], num_layers=num_kept) > limit[0]:
                 _LOG.info("Memory is short: the held-out tokens are run after the conversion.")
                 held_out = ()
-            inputs = ExpertInputs(model, batches, held_out, num_threads)
+            inputs = ExpertInputs(model, batches, gradient_batches, held_out, num_threads)
         stack.callback(inputs.stop)
         yield inputs
 
@@ -320,11 +327,17 @@ class ExpertInputs:
         self,
         model: StreamedModel,
         batches: Sequence[torch.Tensor],
+        gradient_batches: Sequence[torch.Tensor] = (),
         held_out: Sequence[torch.Tensor] = (),
         num_threads: int = 1,
     ) -> None:
-        """batches, held_out: token ids [B, T] of each pass. num_threads: for held_out; bytes depend on batches."""
+        """Start passes. num_threads: for held_out; bytes depend on batches and gradient_batches.
+
+        batches, gradient_batches, held_out: token ids [B, T] of each pass.
+        """
         self._model, self._num_threads = model, num_threads
+        self._gradient_batches = gradient_batches
+        self._gradients: dict[int, OutputGradients] = {}
         self._uses: dict[int | str, int] = {}
         self._num_experts: dict[int, int] = {}
         self._found: dict[int | str, ExpertActivations | LinearInputs] = {}
@@ -365,6 +378,7 @@ class ExpertInputs:
         if not self.runs(layer):
             return None
         with self._lock, self._on_one_stream(), running(self._model.place):
+            self._find_gradients()
             key = _key(layer)
             layers = [*self._num_experts]
             if key not in self._found and layer.index in layers:
@@ -374,6 +388,15 @@ class ExpertInputs:
                 self._run_stage()
             self._uses[key] -= 1
             return self._found[key] if self._uses[key] else self._found.pop(key)
+
+    def _find_gradients(self) -> None:
+        """Run the model back, before the calibration, for the layers that are expected."""
+        if self._gradient_batches and self._num_experts:
+            num_tokens = sum(ids.numel() for ids in self._gradient_batches)
+            self.announce(f"computing gradients of {num_tokens:,} tokens")
+            layers = [*self._num_experts]
+            self._gradients = output_gradients(self._model, self._gradient_batches, layers)
+        self._gradient_batches = ()
 
     def reference(self) -> Stream | None:
         """End the calibration, and return the held-out tokens' passes; the model computes in float32 from now on.
@@ -492,7 +515,8 @@ class ExpertInputs:
             torch.cat(tensors) for tensors in zip(*each, strict=True)
         )
         is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has others
-        return ExpertActivations(x, experts, weights * is_expert, mask, power)
+        gradients = self._gradients.pop(layer, None)
+        return ExpertActivations(x, experts, weights * is_expert, mask, power, gradients)
 
 
 def _key(layer: MoeLayer) -> int | str:

@@ -168,7 +168,10 @@ class StreamedModel:
 
     def _stage_of(self, parameter: str) -> str:
         """Return the innermost stage that owns a parameter; "" for one that is resident."""
-        path = _module(parameter)
+        return self.stage_of_module(_module(parameter))
+
+    def stage_of_module(self, path: str) -> str:
+        """Return the innermost stage that is a module or contains it; "" where none does."""
         while path and path not in self.stages:
             path = _module(path)
         return path
@@ -212,12 +215,13 @@ class StreamedModel:
         streams: Sequence[Sequence[torch.Tensor]],
         *,
         num_layers: int = 0,
+        gradient_tokens: int = 0,
         comparison_bytes: int = 0,
     ) -> int:
         """Return the memory that streams of token ids [B, T] need.
 
-        num_layers: whose inputs are in memory at a time, of the first stream. comparison_bytes: for the comparison of
-        the streams' logits; 0 where there is none.
+        num_layers: whose inputs are in memory at a time, of the first stream. gradient_tokens: of `output_gradients`.
+        comparison_bytes: for the comparison of the streams' logits; 0 where there is none.
         """
         config = self.model.config.get_text_config()
         batches = [ids for stream in streams for ids in stream]
@@ -229,6 +233,10 @@ class StreamedModel:
             head_size = config.hidden_size
         states = (2 * num_tokens + num_inputs) * config.hidden_size + 2 * num_tokens * head_size
         states += sum(ids.size(1) ** 2 for ids in batches)
+        # The inputs of all stages, and the products of the gradients, in float32.
+        states += (len(self.stages) + 2) * gradient_tokens * config.hidden_size
+        if gradient_tokens:
+            states += len(self.experts) * config.hidden_size**2 * 4 // self.dtype.itemsize
         largest = max(map(self.stage_bytes, self.stages))
         beside = 0
         if comparison_bytes:
@@ -245,6 +253,7 @@ class StreamedModel:
         num_layers: int = 0,
         most_layers: int = 0,
         least_bytes: int = 0,
+        gradient_tokens: int = 0,
         comparison_bytes: int = 0,
     ) -> int:
         """Return `needed_bytes`. Raises RequestError where this, or `least_bytes` of other work, exceeds `limit`.
@@ -252,7 +261,12 @@ class StreamedModel:
         The error names what is enough for both. where: the limit's name. most_layers: `num_layers` under any limit.
         """
         need, most = (
-            self.needed_bytes(streams, num_layers=number, comparison_bytes=comparison_bytes)
+            self.needed_bytes(
+                streams,
+                num_layers=number,
+                gradient_tokens=gradient_tokens,
+                comparison_bytes=comparison_bytes,
+            )
             for number in (num_layers, max(num_layers, most_layers))
         )
         if max(need, least_bytes) > limit:
@@ -505,12 +519,26 @@ class ModuleCall:
     """Call of a stage that a pass waits for: the stage's name, and its own `forward` with the arguments."""
 
     name: str
-    forward: Callable[[], Any]
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The hidden states: the first tensor among the arguments."""
+        given = (*self.args, *self.kwargs.values())
+        return next(value for value in given if isinstance(value, torch.Tensor))
+
+    def with_hidden(self, hidden: torch.Tensor) -> ModuleCall:
+        """Return the call with other hidden states."""
+        before = self.hidden
+        args = tuple(hidden if value is before else value for value in self.args)
+        kwargs = {name: hidden if value is before else value for name, value in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
 
     def run(self) -> Any:
         """Compute the stage's output in this thread."""
-        with torch.inference_mode():
-            return self.forward()
+        return self.forward(*self.args, **self.kwargs)
 
 
 class ForwardPass:
@@ -557,8 +585,7 @@ class ForwardPass:
         _own.forward_pass = self
         torch.set_num_threads(1)  # a pool of processors for each of many threads would be too many
         try:
-            with torch.inference_mode():
-                self._events.put(function())
+            self._events.put(function())
         except BaseException as error:  # noqa: BLE001 - raised again in the owner's thread
             self._events.put(error)
 
@@ -581,10 +608,10 @@ class Stream:
         """Run every pass to its first stage. Raises transformers' errors."""
         self.model, self.batches = model, batches
         _check_tokens(model, batches)
-        self._passes: list[ForwardPass] = []
+        self.passes: list[ForwardPass] = []
         try:
             for ids in batches:
-                self._passes.append(ForwardPass(partial(_logits, model.model, ids)))
+                self.passes.append(ForwardPass(partial(_logits, model.model, ids)))
         except BaseException:
             self.stop()
             raise
@@ -592,7 +619,7 @@ class Stream:
     @property
     def stage(self) -> str:
         """The stage that all passes wait for. Raises RequestError where they wait for several, or have ended."""
-        names = {each.call.name if each.call else "" for each in self._passes}
+        names = {each.call.name if each.call else "" for each in self.passes}
         if len(names) != 1 or "" in names:
             raise RequestError(
                 "The transformers library runs this model in an order that hqconv does not know.",
@@ -602,13 +629,17 @@ class Stream:
             )
         return names.pop()
 
+    def calls(self) -> list[ModuleCall]:
+        """Return the call that each pass waits for."""
+        return [each.call for each in self.passes if each.call is not None]
+
     def advance(self, look: Callable[[Any], Any] = lambda _: None) -> list[Any]:
         """Compute the stage for each pass, and run the pass to the next one.
 
         Returns what `look` returns for each output of the stage.
         """
         found = []
-        for forward_pass in self._passes:
+        for forward_pass in self.passes:
             assert forward_pass.call is not None
             answer = forward_pass.call.run()
             found.append(look(answer))
@@ -617,7 +648,7 @@ class Stream:
 
     def logits(self) -> Iterator[torch.Tensor]:
         """Run one pass after the other from the last stage to its end, and yield its logits [B, T, V]."""
-        for forward_pass in self._passes:
+        for forward_pass in self.passes:
             assert forward_pass.call is not None
             forward_pass.resume(forward_pass.call.run())
             yield forward_pass.output
@@ -625,7 +656,7 @@ class Stream:
 
     def stop(self) -> None:
         """End all passes."""
-        for forward_pass in self._passes:
+        for forward_pass in self.passes:
             forward_pass.stop()
 
 
@@ -655,7 +686,7 @@ def _stop_at(name: str, module: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         forward_pass: ForwardPass | None = getattr(_own, "forward_pass", None)
-        call = ModuleCall(name, partial(original, *args, **kwargs))
+        call = ModuleCall(name, original, args, kwargs)
         return call.run() if forward_pass is None else forward_pass.hand_over(call)
 
     module.forward = forward

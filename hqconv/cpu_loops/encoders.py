@@ -196,6 +196,50 @@ def _group_encoder(code):
     return encode_group
 
 
+# --- columns that make good each other's errors
+
+
+@functools.cache
+def column_rounder(code):
+    """Return the compiled loop that rounds the columns of each row one after the other, under the best of C scales.
+
+    round_columns(target_NS, expert_N, factor_ESS, groups, limit_bits, loss_N, best_N, number_NS, value_NS): column j
+    is rounded as w_j + Σ_{i<j} M_ij e_i / M_jj, with the errors e of the columns before, and the upper triangular M of
+    the row's expert; the loss is Σ_j (M_jj e_j)² of these. groups: `GroupArrays` [C, N, 1], or [1, N, S] with a scale
+    for each column; scale_2 [N]. Where no loss is finite the row's results stay as they are.
+    """
+    round_weight = _group_rounder(code)
+
+    @compiled
+    def round_columns(target, expert, factor, groups, limit_bits, loss, best, number, value):
+        num_columns, last_group = target.shape[1], groups.scale.shape[2] - 1
+        numbers, values = np.empty(num_columns, np.float32), np.empty(num_columns, np.float32)
+        for n in range(target.shape[0]):
+            m, loss[n] = factor[expert[n]], np.float32(np.inf)
+            for c in range(groups.scale.shape[0]):
+                lost, carried = np.float32(0), np.zeros(num_columns, np.float32)
+                for j in range(num_columns):
+                    g = min(j, last_group)
+                    scale, zero = groups.scale[c, n, g], groups.zero[c, n, g]
+                    group = groups.inverse[c, n, g], groups.lowest[c, n, g], scale, zero, scale
+                    wanted = target[n, j] + carried[j] / m[j, j]
+                    _, code_number = round_weight(wanted, limit_bits, group)
+                    numbers[j] = code_number + zero
+                    values[j] = code_number * scale * groups.scale_2[n]
+                    error = (wanted - values[j]) * m[j, j]
+                    lost += error * error
+                    if not lost < loss[n]:
+                        break
+                    difference = target[n, j] - values[j]
+                    for i in range(j + 1, num_columns):
+                        carried[i] += difference * m[j, i]
+                if lost < loss[n]:
+                    loss[n], best[n] = lost, c
+                    number[n], value[n] = numbers, values
+
+    return round_columns
+
+
 # --- search for scales
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits

@@ -20,7 +20,9 @@ from hqconv.cpu_loops.encoders import (
     GroupArrays,
     StepStart,
     StepTable,
+    column_rounder,
     encoder,
+    limit_bits_of,
     searcher,
 )
 from hqconv.jit import in_parts
@@ -210,6 +212,49 @@ def _encode(
         fold_sum(torch.from_numpy(power).view(num_experts, num_rows)),
         torch.from_numpy(exact.reshape(num_experts, -1).sum(axis=1)),
         num_groups((num_rows, num_columns), schema) if count_exact else 0,
+    )
+
+
+def round_columns(
+    target: torch.Tensor, scales: GroupScales, factor: torch.Tensor, schema: WeightSchema
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round columns on the CPU; see `hqconv.quantization.triton_sweep.round_columns`."""
+    shape, total = target.shape, target.size(0) * target.size(1)
+
+    def rows_of(values: torch.Tensor) -> Array:
+        """Return [C, E, N, L] as [C, R, L]."""
+        rows: Array = values.contiguous().view(len(values), total, -1).numpy()
+        return rows
+
+    scale = rows_of(scales.scale)
+    inverse = rows_of(scales.inverse().nan_to_num(0.0, 0.0, 0.0))
+    zero, lowest = np.zeros_like(scale), np.zeros(scale.shape)
+    below = scales.lowest()
+    if scales.zero is not None and below is not None:
+        zero, lowest = rows_of(scales.zero), rows_of(below.double())
+    second = _second(scales, total)
+    [weights] = rows_of(target.unsqueeze(0))
+    experts = np.repeat(np.arange(len(target)), shape[1]) * (len(factor) > 1)
+    factors = factor.contiguous().numpy()
+    loss, best = np.empty(total, np.float32), np.zeros(total, np.int64)
+    numbers, values = np.zeros((2, *weights.shape), np.float32)
+    loop, limit_bits = column_rounder(schema.code_type), limit_bits_of(saturation(schema))
+
+    def run(rows: slice) -> None:
+        groups = GroupArrays(
+            inverse[:, rows], lowest[:, rows], scale[:, rows], zero[:, rows], second[rows]
+        )
+        out = loss[rows], best[rows], numbers[rows], values[rows]
+        loop(weights[rows], experts[rows], factors, groups, limit_bits, *out)
+
+    in_parts(run, total, _LEAST_ROWS)
+    found = (torch.from_numpy(array) for array in (loss, best, numbers, values))
+    loss_of, best_of, numbers_of, values_of = found
+    return (
+        loss_of.view(shape[:2]),
+        best_of.view(shape[:2]),
+        numbers_of.view(shape),
+        values_of.view(shape),
     )
 
 
