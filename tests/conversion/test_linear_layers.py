@@ -18,6 +18,7 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.quant_config import declared_formats
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.artifact_names import DENSE_CONFIG
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.calibrated import OPTIONS, write_text
@@ -25,6 +26,7 @@ from tests.make.conversions import assert_verified, check, manifest, run, run_un
 from tests.make.damage import Damaged
 from tests.make.decodable import write_quantized
 from tests.make.families import save_family
+from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_all, raw, snapshot
 from tests.make.tokenizer import write_tokenizer
 from tests.make.vllm_quantized import CASES, store
@@ -173,6 +175,23 @@ def test_any_way_of_work_gives_the_same_bytes(source: Path, artifact: Path, tmp_
     run(source, tmp_path / "one", "int8", threads=1, max_memory=64 << 20, **words)
     for name in ("parts", "resumed", "one"):
         assert snapshot(tmp_path / name) == expected, name
+
+
+@pytest.mark.parametrize("grid", [Grid(8), Grid(1, 16), Grid(2, 4), Grid(8, 64)])
+def test_ranks_change_no_linear_layer(tmp_path: Path, grid: Grid) -> None:
+    """Also with parts. Ranks that would cut a group are refused where a server shares attention among them."""
+    sizes = {"num_layers": 1, "num_experts": 64, "hidden_size": 512, "intermediate_size": 256}
+    write_qwen3_moe(tmp_path / "src", **sizes, with_attention=True)
+    run(tmp_path / "src", tmp_path / "whole", "int8", dense="int8")
+    for part in ("2/3", "3/3", "1/3"):
+        run(tmp_path / "src", tmp_path / "out", "int8", grid, dense="int8", part=part)
+    assert_verified(tmp_path / "out", tmp_path / "src")
+    expected, found = load_all(tmp_path / "whole"), load_all(tmp_path / "out")
+    names = [name for name in expected if "self_attn" in name]
+    assert len(names) == 8
+    assert all(raw(found[name]) == raw(expected[name]) for name in names)
+    with pytest.raises(RequestError, match="cut a scale group"):
+        run(tmp_path / "src", tmp_path / "fine", "int8", ep=64, dense="int8")
 
 
 def test_an_artifact_is_cut_for_other_ranks_without_the_checkpoint(
