@@ -295,7 +295,9 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     added = _declared_formats(dense, text, f"quantization_config.{DENSE_CONFIG}")
 
     def rule(module: str) -> SourceFormat | None:
-        return added.of(module) if declared.of(module).is_float else None
+        is_ours = declared.of(module, is_stored_plain=True).is_float
+        fmt = added.of(module)
+        return fmt if is_ours and not fmt.is_float else None
 
     return replace(declared, rules=(rule, *declared.rules))
 

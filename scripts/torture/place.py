@@ -30,8 +30,7 @@ class Place:
 
     def __init__(self, work: Path, *, in_mounts: bool = False) -> None:
         self.work = work
-        sizes = {"num_layers": 2, "num_experts": 4}
-        self.src = write_qwen3_moe(work / "model", **sizes, with_attention=True)
+        self.src = write_qwen3_moe(work / "model", num_layers=2, num_experts=4, with_attention=True)
         (work / "place").mkdir()
         self.zygote = Zygote(work, self.src, in_mounts=in_mounts)
         self.root = self.zygote.seen(work / "place") if in_mounts else work / "place"

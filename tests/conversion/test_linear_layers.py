@@ -282,6 +282,23 @@ def test_other_sources_are_refused(source: Path, tmp_path: Path, artifact: Path)
         run(other, tmp_path / "out", "int8", dense="int8")
 
 
+def test_biases_of_linear_layers_are_copied(tmp_path: Path) -> None:
+    """And compared with the source's."""
+    src, out = tmp_path / "src", Damaged(tmp_path / "out", tmp_path / "src", "int8")
+    save_family(src, "qwen2_moe", inner=128, hidden=128)
+    run(src, out.root, "int8", dense="int8")
+    assert_verified(out.root, src)
+    assert hqconv.dequantize(out.root, layer=f"{QKV[:-8]}q_proj").keys() == {"weight"}
+    name = "model.layers.0.self_attn.q_proj.bias"
+    [path] = [path for path in out.root.glob("*.safetensors") if name in load_file(path)]
+    tensors = load_file(path)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, path, {"format": "pt"})
+    out.reseal()
+    report = check(out.root, src, "files", "weights")
+    assert any(name in finding.where for result in report.results for finding in result.findings)
+
+
 def test_columns_that_no_group_divides_stay(tmp_path: Path) -> None:
     """With a notice."""
     save_family(tmp_path / "src", "qwen3_moe", inner=64, hidden=96)
@@ -338,7 +355,7 @@ def _assert_kept(out: Path, source: Path, modules: set[str]) -> None:
     assert config.pop(DENSE_CONFIG)["quant_method"] == "humming"
     assert config == json.loads((source / "config.json").read_text())["quantization_config"]
     of_source = declared_formats(config, {})
-    assert all(of_source.of(module).is_float for module in modules)
+    assert all(of_source.of(module, is_stored_plain=True).is_float for module in modules)
     others = {name.rpartition(".")[0] for name in originals} - modules
     assert all(declared.of(module) == of_source.of(module) for module in others)
 
@@ -390,6 +407,17 @@ def test_any_way_of_work_with_such_a_source(mixed: Path, tmp_path: Path) -> None
     weight = load_all(mixed)["model.layers.1.self_attn.o_proj.weight"].float()
     decoded = hqconv.dequantize(tmp_path / "whole", layer="model.layers.1.self_attn.o_proj")
     assert 0.3 < float((decoded["weight"] - weight).norm() / weight.norm()) < 0.7
+
+
+def test_a_source_whose_experts_alone_are_quantized(tmp_path: Path) -> None:
+    """GPT-OSS's method quantizes no linear layers, whether its config lists them or not."""
+    src = write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
+    names = {f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkvo"}
+    for layout in ("kernel", "checkpoint"):
+        run(src, tmp_path / layout, "source", dense="int4-g32", layout=layout)
+        assert_verified(tmp_path / layout, src)
+        assert hqconv.check(tmp_path / layout, against=src)["passed"]
+    _assert_kept(tmp_path / "kernel", src, names)
 
 
 def test_layers_that_the_source_has_quantized_by_its_tensors_or_its_config(
