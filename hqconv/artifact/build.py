@@ -83,7 +83,10 @@ def artifact_config(origin: Origin, experts: ExpertMap, spec: ConversionSpec) ->
         document = names.refuse_transformers(document)
         source_config = origin.source.quantization_config
         if experts.linear:
-            source_config = dense_config(experts, spec)
+            linear = dense_config(experts, spec)
+            source_config = (
+                {**source_config, names.DENSE_CONFIG: linear} if source_config else linear
+            )
         config = names.hqconv_quantization_config(
             spec.layer_spec, source_config, is_mixed=is_mixed(experts, spec)
         )

@@ -365,6 +365,8 @@ def read_packed_expert(
     except (HqconvError, OSError) as error:
         note_error(f"tensors {base}*", error, note)
         return None
+    if layer.is_linear:
+        arrays.pop("bias", None)  # a copied tensor
     expected = packed_shapes(layer.shape(role), schema, artifact.param_dtype)
     found = {name: (dtypes[name], array.shape) for name, array in arrays.items() if name != "bias"}
     if found != expected:

@@ -49,7 +49,17 @@ def mx_format(name: str, encoding: str) -> SourceFormat:
     return SourceFormat(name, encoding, ENCODINGS[encoding].b_dtype, "float8e8m0", 1, 32)
 
 
-@quant_method("mxfp4", keys=Keys("modules_to_not_convert dequantize"))
+def _is_linear(module: str) -> bool:
+    """Return True for modules that mxfp4 leaves out, listed or not.
+
+    Sources: `Mxfp4Config` of vLLM's layers/quantization/mxfp4.py; transformers, integrations/mxfp4.py.
+    """
+    return "experts" not in module.split(".")
+
+
+@quant_method(
+    "mxfp4", keys=Keys("modules_to_not_convert dequantize"), undecided=lambda _config: _is_linear
+)
 def parse_mxfp4(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     """Parse GPT-OSS's config: fp4 with a power-of-two scale per 32 columns."""
     return [skipped_names(config, "modules_to_not_convert"), always(MXFP4)]

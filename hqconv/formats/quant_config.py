@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from hqconv.formats.config_reader import (
 )
 from hqconv.formats.encoding import load_formats
 from hqconv.formats.source_format import PLAIN, SourceFormat
+from hqconv.schemas.artifact_names import DENSE_CONFIG, split_dense
 
 # --- rules ---------------------------------------------------------------------------------------------------
 
@@ -279,6 +280,7 @@ def _first_format(rules: Iterable[ModuleRule], module: str) -> SourceFormat | No
 def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) -> DeclaredFormats:
     """Read config.json's `quantization_config` or the content of hf_quant_config.json; None: not quantized.
 
+    In an artifact's, a config at DENSE_CONFIG counts for modules that the rest leaves out.
     text: the language model's config. Nothing is compared with the tensors here.
     Raises RequestError for a method or variant that is not supported and for unknown keys that may change what the
     weights mean, InputError for values that make no sense.
@@ -286,12 +288,29 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     refuse_rotated_model(text)
     if config is None:
         return DeclaredFormats("none")
-    reader = ConfigReader(config, "quantization_config")
+    source, dense = split_dense(ConfigReader(config, "quantization_config").values)
+    declared = _declared_formats(source, text, "quantization_config")
+    if dense is None:
+        return declared
+    added = _declared_formats(dense, text, f"quantization_config.{DENSE_CONFIG}")
+
+    def rule(module: str) -> SourceFormat | None:
+        is_ours = declared.of(module, is_stored_plain=True).is_float
+        fmt = added.of(module)
+        return fmt if is_ours and not fmt.is_float else None
+
+    return replace(declared, rules=(rule, *declared.rules))
+
+
+def _declared_formats(
+    config: Mapping[str, Any], text: Mapping[str, Any], where: str
+) -> DeclaredFormats:
+    reader = ConfigReader(config, where)
     name, known = _method_name(reader), methods()
     if name == "hqconv":
         raise RequestError(
             "The checkpoint's experts are in the kernel layout.",
-            where="quantization_config.quant_method",
+            where=reader.where("quant_method"),
             expected="a checkpoint to convert: the kernel layout is read through its manifest, hqconv.json",
             found=name,
             remedy="Give the artifact's whole folder; where its manifest is lost, convert the original model.",
@@ -299,7 +318,7 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     if name not in known:
         raise RequestError(
             f"The quantization method '{name}' is not supported.",
-            where="quantization_config.quant_method",
+            where=reader.where("quant_method"),
             expected=", ".join(known),
             found=name,
             remedy="Convert the original checkpoint that it was made from.",

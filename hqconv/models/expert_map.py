@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hqconv.errors import InputError, RequestError, plural
@@ -128,7 +128,10 @@ class _LayerFinder:
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`."""
+    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`.
+
+    declared: what the checkpoint's quantization config says of each module.
+    """
 
     family: str
     chosen_because: str
@@ -142,6 +145,7 @@ class ExpertMap:
     left_linear: tuple[MoeLayer, ...] = ()
     unknown_linear: tuple[str, ...] = ()  # weights that may be of linear layers
     is_own_row: bool = True  # False where no row names the model_type, and another one's names fit
+    declared: DeclaredFormats = field(default=DeclaredFormats("none"), repr=False, compare=False)
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
         """Return the map with the activation scales of some layers converted, which are dropped otherwise."""
@@ -265,6 +269,7 @@ def map_experts(
         copied,
         dropped,
         is_own_row=choice.is_own_row,
+        declared=declared,
     )
 
 

@@ -116,29 +116,37 @@ def is_linear_group(name: str) -> bool:
 def linear_groups(
     experts: ExpertMap, tensors: Mapping[str, TensorRef]
 ) -> tuple[list[LinearGroup], list[str]]:
-    """Return the linear groups of the decoder and its drafts, and the weights whose use no table says.
+    """Return the linear groups of the decoder and its drafts, and the weights that stay although they may be linear.
 
-    Weights that the source has quantized belong to no group.
+    These have unknown names, or the source's config counts them among its quantized ones. Weights that the source has
+    quantized are in neither list, nor is a matrix alone whose server's layer has quantized ones.
     """
     stacks = {_stack(layer.name) for layer in experts.layers}
     stacks |= {_stack(name) for name in experts.left}
     modules: dict[str, dict[str, TensorRef]] = {}  # parent → name → weight
+    coded: dict[str, set[str]] = {}  # parent → names of quantized modules
     unknown = []
-    coded = {name.rpartition(".")[0] for name in experts.copied if "scale" in name}
+    scaled = {name.rpartition(".")[0] for name in experts.copied if ".weight_scale" in name}
     for name in experts.copied:
         ref = tensors[name]
         module, _, part = name.rpartition(".")
         parent, _, own_name = module.rpartition(".")
-        is_matrix = part == "weight" and len(ref.shape) == 2 and ref.dtype in FLOATS
-        if not is_matrix or module in coded or _stack(name) not in stacks:
+        is_matrix = "weight" in part and len(ref.shape) == 2
+        is_plain = part == "weight" and ref.dtype in FLOATS and module not in scaled
+        if not is_matrix or _stack(name) not in stacks:
             continue
-        if own_name in _LINEAR and "indexer" not in parent:
-            modules.setdefault(parent, {})[own_name] = ref
+        if not is_plain:
+            coded.setdefault(parent, set()).add(own_name)
+        elif own_name in _LINEAR and "indexer" not in parent:
+            if experts.declared.of(module, is_stored_plain=True).is_float:
+                modules.setdefault(parent, {})[own_name] = ref
+            else:
+                unknown.append(name)
         elif own_name != "kv_b_proj" and _OTHER_LINEAR.search(own_name):
             unknown.append(name)
     groups = []
     for parent, weights in modules.items():
-        for group_name, names in _grouped(weights):
+        for group_name, names in _grouped(weights, coded.get(parent, set())):
             refs = [weights[name] for name in names]
             if group_name and len({(ref.dtype, ref.shape[1]) for ref in refs}) == 1:
                 groups.append(linear_group(f"{parent}.{group_name}", experts.family, refs))
@@ -152,14 +160,17 @@ def _stack(name: str) -> str:
     return decoder_layer(name).rstrip(".").rpartition(".")[0]
 
 
-def _grouped(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the server's layer of the modules under one parent, and its modules; "" for those that fit none."""
+def _grouped(names: Iterable[str], coded: set[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the server's layer of the modules under one parent, and its modules; "" for those that fit none.
+
+    coded: the quantized modules under the same parent.
+    """
     left = dict.fromkeys(names)
     for fused, members in FUSED.items():
         present = tuple(name for name in members if name in left)
         if present == members:
             yield fused, members
-        elif len(present) == 1 and present[0] in ALONE:
+        elif len(present) == 1 and present[0] in ALONE and coded.isdisjoint(members):
             yield present[0], present
         elif present:
             yield "", present

@@ -40,7 +40,6 @@ _OURS = (
     *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST),
     *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
 )
-_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
@@ -76,20 +75,29 @@ def check_request(
         _check_left(experts.left)
     for layer in experts.layers:
         _check_sizes(layer, spec, heads)
+    if spec.dense and not experts.linear:
+        plain = first_few([*(group.name for group in experts.left_linear), *experts.unknown_linear])
+        raise RequestError(
+            "No linear layer beside the experts can be quantized: --dense has nothing to do.",
+            where="--dense",
+            expected="linear layers in 16 or 32 bits; those that the source has quantized keep their codes",
+            found=f"only {plain}, which stay as they are" if plain else "none",
+            remedy="Convert without --dense.",
+        )
     _check_dense_ranks(experts, spec)
 
 
-def check_dense(source: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
+def check_dense(source: Source, spec: ConversionSpec) -> None:
     """Raise RequestError where linear layers beside the experts cannot have the schemas that are asked for."""
     config = source.config
     model_type = config.get("model_type")
-    coded = [name for name in experts.copied if name.endswith(_SCALES)]
-    if coded or source.reference() is not None:
+    is_dense = artifact_names.DENSE_CONFIG in (source.quantization or {})
+    if is_dense or source.reference() is not None:
         raise RequestError(
-            "The source has quantized layers beside the experts: they keep their codes, and a server reads one config.",
+            "Of this source no layers beside the experts can be quantized.",
             where="--dense",
-            expected="layers of 16 or 32 bits beside the experts",
-            found=first_few(coded) or "a GGUF file",
+            expected="a checkpoint",
+            found="an artifact that was converted with --dense" if is_dense else "a GGUF file",
             remedy="Convert without --dense, or take the original checkpoint.",
         )
     if model_type not in READ_IN and text_config(config).get("model_type") not in READ_IN:

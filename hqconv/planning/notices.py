@@ -334,5 +334,8 @@ def dense_notices(experts: ExpertMap, dense: DenseSchemas) -> list[str]:
         notices.append(f"{first_few(uneven)}: no whole scale groups, left as they are.")
     if experts.unknown_linear:
         names = first_few(experts.unknown_linear)
-        notices.append(f"{names}: no linear layers that hqconv knows, left as they are.")
+        notices.append(
+            f"{names}: left as they are. hqconv does not know the linear layer, or the source's config counts it as "
+            "quantized."
+        )
     return notices

@@ -209,7 +209,7 @@ def plan_conversion(
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)
     if spec.dense:
-        check_dense(source, experts, spec)
+        check_dense(source, spec)
         experts = with_dense(experts, source.tensors, spec)
     plan = make_plan(source, experts, spec)
     if not options.allow_unserved:

@@ -40,6 +40,8 @@ KERNEL, CHECKPOINT = LAYOUTS
 GEMMS = ("w13", "w2")
 GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}  # of a projection
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}  # as people read them
+# In a source's quantization config: the config of the linear layers that hqconv has quantized.
+DENSE_CONFIG = "dense_quantization_config"
 INPUT_SCALE = "input_scale"
 SOURCE_SCALES = (
     *STATIC_SCALES.values(),
@@ -143,6 +145,13 @@ def hqconv_quantization_config(
         **kernel_spec_to_dict(kernel_spec),
         **dense,
     }
+
+
+def split_dense(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return a source's quantization config, and the one at DENSE_CONFIG in it, if there is one."""
+    source = dict(config)
+    dense = source.pop(DENSE_CONFIG, None)
+    return source, dense
 
 
 def _dense_config(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,9 +110,9 @@ def _bytes_changed(raw: bytes, draw: Random) -> bytes:
 
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` manifests, each given to one command."""
-    src = write_qwen3_moe(work / "model", num_layers=2)
+    src = write_qwen3_moe(work / "model", num_layers=2, with_attention=True)
     made = work / "made"
-    convert(src, made, "int4-g32", None, tp=2)
+    convert(src, made, "int4-g32", tp=2, dense="int8")
     raw = (made / "hqconv.json").read_bytes()
     words, draw = json.loads(raw), Random(tally.seed)
     for _ in range(count):
@@ -200,6 +200,7 @@ def _load(made: Path, out: Path, *, must_fail: bool) -> str:
     del out, must_fail
     try:
         hqconv.load(made, layer="model.layers.0.mlp.experts")
+        hqconv.dequantize(made, layer="model.layers.0.self_attn.q_proj")
     except HqconvError:
         return ""
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding

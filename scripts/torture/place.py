@@ -17,7 +17,10 @@ from scripts.torture.commands import Ended, Job, Zygote
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 # With the digests of the source, which --update records in any case.
-OPTIONS = ("--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2", "--source-digests")
+OPTIONS = (
+    *("--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2", "--source-digests"),
+    *("--dense", "int8"),
+)
 CARD, NOTE = ".gitattributes", "notes.txt"  # the user's files: in an artifact, and beside it
 Tree = dict[str, bytes]
 
@@ -27,7 +30,7 @@ class Place:
 
     def __init__(self, work: Path, *, in_mounts: bool = False) -> None:
         self.work = work
-        self.src = write_qwen3_moe(work / "model", num_layers=2, num_experts=4)
+        self.src = write_qwen3_moe(work / "model", num_layers=2, num_experts=4, with_attention=True)
         (work / "place").mkdir()
         self.zygote = Zygote(work, self.src, in_mounts=in_mounts)
         self.root = self.zygote.seen(work / "place") if in_mounts else work / "place"

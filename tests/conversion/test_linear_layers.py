@@ -17,14 +17,19 @@ import hqconv
 from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.quant_config import declared_formats
 from hqconv.quantization.quantize import quantize_stacks
+from hqconv.schemas.artifact_names import DENSE_CONFIG
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.options import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.calibrated import OPTIONS, write_text
 from tests.make.conversions import assert_verified, check, manifest, run, run_until
 from tests.make.damage import Damaged
+from tests.make.decodable import write_quantized
 from tests.make.families import save_family
+from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_all, raw, snapshot
 from tests.make.tokenizer import write_tokenizer
+from tests.make.vllm_quantized import CASES, store
 
 SCHEMAS = ("int8", "fp8", "int4-g32", "int4-g32-zp", "int4-g32-e4m3", "mxfp4", "nvfp4")
 QKV = "model.layers.0.self_attn.qkv_proj"
@@ -172,6 +177,23 @@ def test_any_way_of_work_gives_the_same_bytes(source: Path, artifact: Path, tmp_
         assert snapshot(tmp_path / name) == expected, name
 
 
+@pytest.mark.parametrize("grid", [Grid(8), Grid(1, 16), Grid(2, 4), Grid(8, 64)])
+def test_ranks_change_no_linear_layer(tmp_path: Path, grid: Grid) -> None:
+    """Also with parts. Ranks that would cut a group are refused where a server shares attention among them."""
+    sizes = {"num_layers": 1, "num_experts": 64, "hidden_size": 512, "intermediate_size": 256}
+    write_qwen3_moe(tmp_path / "src", **sizes, with_attention=True)
+    run(tmp_path / "src", tmp_path / "whole", "int8", dense="int8")
+    for part in ("2/3", "3/3", "1/3"):
+        run(tmp_path / "src", tmp_path / "out", "int8", grid, dense="int8", part=part)
+    assert_verified(tmp_path / "out", tmp_path / "src")
+    expected, found = load_all(tmp_path / "whole"), load_all(tmp_path / "out")
+    names = [name for name in expected if "self_attn" in name]
+    assert len(names) == 8
+    assert all(raw(found[name]) == raw(expected[name]) for name in names)
+    with pytest.raises(RequestError, match="cut a scale group"):
+        run(tmp_path / "src", tmp_path / "fine", "int8", ep=64, dense="int8")
+
+
 def test_an_artifact_is_cut_for_other_ranks_without_the_checkpoint(
     artifact: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -249,8 +271,8 @@ def test_what_no_server_runs_is_refused(
 
 
 def test_other_sources_are_refused(source: Path, tmp_path: Path, artifact: Path) -> None:
-    """Quantized layers keep their codes; of an unknown model nobody knows what a server fuses."""
-    with pytest.raises(RequestError, match="quantized layers beside"):
+    """Those without a layer in 16 bits; of an unknown model nobody knows what a server fuses."""
+    with pytest.raises(RequestError, match="nothing to do"):
         run(artifact, tmp_path / "out", "source", dense="int8")
     other = tmp_path / "src"
     shutil.copytree(source, other)
@@ -258,6 +280,23 @@ def test_other_sources_are_refused(source: Path, tmp_path: Path, artifact: Path)
     (other / "config.json").write_text(json.dumps(config | {"model_type": "laguna"}))
     with pytest.raises(RequestError, match="model_type"):
         run(other, tmp_path / "out", "int8", dense="int8")
+
+
+def test_biases_of_linear_layers_are_copied(tmp_path: Path) -> None:
+    """And compared with the source's."""
+    src, out = tmp_path / "src", Damaged(tmp_path / "out", tmp_path / "src", "int8")
+    save_family(src, "qwen2_moe", inner=128, hidden=128)
+    run(src, out.root, "int8", dense="int8")
+    assert_verified(out.root, src)
+    assert hqconv.dequantize(out.root, layer=f"{QKV[:-8]}q_proj").keys() == {"weight"}
+    name = "model.layers.0.self_attn.q_proj.bias"
+    [path] = [path for path in out.root.glob("*.safetensors") if name in load_file(path)]
+    tensors = load_file(path)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, path, {"format": "pt"})
+    out.reseal()
+    report = check(out.root, src, "files", "weights")
+    assert any(name in finding.where for result in report.results for finding in result.findings)
 
 
 def test_columns_that_no_group_divides_stay(tmp_path: Path) -> None:
@@ -269,3 +308,158 @@ def test_columns_that_no_group_divides_stay(tmp_path: Path) -> None:
     assert not any("qkv" in name for name in groups)
     assert groups
     assert_verified(tmp_path / "out", tmp_path / "src")
+
+
+# --- sources with quantized layers beside the experts
+
+
+def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor], Any], None]) -> None:
+    """Change the tensors of a checkpoint, and its quantization config, in one file."""
+    tensors, config = load_all(folder), json.loads((folder / "config.json").read_text())
+    change(tensors, config.setdefault("quantization_config", {}))
+    for path in folder.glob("model*"):
+        path.unlink()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {key: value for key, value in config.items() if value != {}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source in fp8, the experts too, with o_proj in bfloat16."""
+    folder = tmp_path_factory.mktemp("mixed")
+    write_quantized(folder / "src", "fp8", folder / "plain")
+    plain = load_all(folder / "plain")
+
+    def keep(tensors: dict[str, torch.Tensor], config: Any) -> None:
+        for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+            tensors[name] = plain[name].bfloat16()
+            del tensors[f"{name}_scale_inv"]
+            config.setdefault("modules_to_not_convert", []).append(name.removesuffix(".weight"))
+
+    _edit(folder / "src", keep)
+    return folder / "src"
+
+
+def _assert_kept(out: Path, source: Path, modules: set[str]) -> None:
+    """Only these modules are quantized, all other tensors and the source's config are as they were."""
+    stored, originals = load_all(out), load_all(source)
+    for name, tensor in originals.items():
+        if ".experts." not in name and name.rpartition(".")[0] not in modules:
+            assert raw(stored[name]) == raw(tensor), name
+    own = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = own["source_quantization_config"]
+    declared = declared_formats(config, {})
+    assert all(declared.of(module).b_dtype == "uint4" for module in modules)
+    assert config.pop(DENSE_CONFIG)["quant_method"] == "humming"
+    assert config == json.loads((source / "config.json").read_text())["quantization_config"]
+    of_source = declared_formats(config, {})
+    assert all(of_source.of(module, is_stored_plain=True).is_float for module in modules)
+    others = {name.rpartition(".")[0] for name in originals} - modules
+    assert all(declared.of(module) == of_source.of(module) for module in others)
+
+
+@pytest.mark.parametrize("method", ["fp8", "qwen3_5_moe_fp8", "compressed-tensors", "modelopt"])
+def test_quantized_layers_keep_their_codes(tmp_path: Path, method: str) -> None:
+    """And what is done with an artifact knows both configs."""
+    case, src, out = CASES[method], tmp_path / "src", tmp_path / "out"
+    save_family(src, case.model_type, **case.words)
+    _edit(src, lambda *_: None)
+    store(src, case)
+    run(src, out, case.schema, dense="int4-g32")
+    [(group, entry)] = manifest(out)["linear_layers"].items()
+    modules = {f"{group.rpartition('.')[0]}.{module}" for module in entry["shapes"]}
+    _assert_kept(out, src, modules)
+    assert_verified(out, src)
+    assert check(out, None, "files", "weights").passed
+    assert hqconv.check(out, against=src)["passed"]
+    run(out, tmp_path / "cut", "source", tp=2)
+    assert_verified(tmp_path / "cut", out)
+    _assert_kept(tmp_path / "cut", src, modules)
+    with pytest.raises(RequestError, match="converted with --dense"):
+        run(out, tmp_path / "again", "source", dense="int8")
+    with pytest.raises(RequestError, match="layout cannot hold this source"):
+        run(src, tmp_path / "again", case.schema, dense="int4-g32", layout="checkpoint")
+
+
+def test_any_way_of_work_with_such_a_source(mixed: Path, tmp_path: Path) -> None:
+    """Gives the same bytes; an evaluation runs the quantized layers."""
+    words: dict[str, Any] = {"dense": "int2-g32"}
+    run(mixed, tmp_path / "whole", "source", **words)
+    expected = snapshot(tmp_path / "whole")
+    for part in ("2/2", "1/2"):
+        run(mixed, tmp_path / "parts", "source", part=part, **words)
+    run_until(mixed, tmp_path / "resumed", 2, "source", **words)
+    run(mixed, tmp_path / "resumed", "source", resume=True, **words)
+    assert snapshot(tmp_path / "parts") == snapshot(tmp_path / "resumed") == expected
+    write_text(tmp_path / "text")
+    run(mixed, tmp_path / "calibrated", "source", **OPTIONS, calibrate=tmp_path / "text", **words)
+    run(mixed, tmp_path / "none", "source")
+    divergences = []
+    for name in ("none", "calibrated", "whole"):
+        assert_verified(tmp_path / name, mixed)
+        found = hqconv.evaluate(
+            tmp_path / name, mixed, tmp_path / "text", context_length=16, device="cpu"
+        )
+        divergences.append(found["kl"]["mean"])
+    assert divergences[0] < 1e-5 < divergences[1] < divergences[2]
+    weight = load_all(mixed)["model.layers.1.self_attn.o_proj.weight"].float()
+    decoded = hqconv.dequantize(tmp_path / "whole", layer="model.layers.1.self_attn.o_proj")
+    assert 0.3 < float((decoded["weight"] - weight).norm() / weight.norm()) < 0.7
+
+
+def test_a_source_whose_experts_alone_are_quantized(tmp_path: Path) -> None:
+    """GPT-OSS's method quantizes no linear layers, whether its config lists them or not."""
+    src = write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
+    names = {f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkvo"}
+    for layout in ("kernel", "checkpoint"):
+        run(src, tmp_path / layout, "source", dense="int4-g32", layout=layout)
+        assert_verified(tmp_path / layout, src)
+        assert hqconv.check(tmp_path / layout, against=src)["passed"]
+    _assert_kept(tmp_path / "kernel", src, names)
+
+
+def test_layers_that_the_source_has_quantized_by_its_tensors_or_its_config(
+    mixed: Path, source: Path, tmp_path: Path
+) -> None:
+    """No layer is quantized that a server would take for the source's; scales of a cache say nothing."""
+
+    def changed(change: Callable[[dict[str, torch.Tensor], Any], None]) -> Path:
+        shutil.rmtree(tmp_path / "src", ignore_errors=True)
+        shutil.copytree(mixed, tmp_path / "src")
+        _edit(tmp_path / "src", change)
+        return tmp_path / "src"
+
+    def not_listed(_: dict[str, torch.Tensor], config: Any) -> None:
+        del config["modules_to_not_convert"][0]
+
+    def half_plain(tensors: dict[str, torch.Tensor], config: Any) -> None:
+        name = "model.layers.0.self_attn.q_proj"
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()
+        del tensors[f"{name}.weight_scale_inv"]
+        config["modules_to_not_convert"].append(name)
+
+    def none_plain(tensors: dict[str, torch.Tensor], _: Any) -> None:
+        for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    def cache_scale(tensors: dict[str, torch.Tensor], _: Any) -> None:
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+
+    of_each = {layer: f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)}
+    for change, groups, said in (
+        (not_listed, {of_each[1]}, f"{of_each[0]}.weight: left as they are"),
+        (half_plain, {*of_each.values()}, "self_attn.q_proj.weight: left as they are"),
+    ):
+        found = hqconv.plan(changed(change), schema="source", dense="int8", target="sm90")
+        assert {group.name for group in found.experts.linear} == groups
+        assert any(said in notice for notice in found.notices)
+    with pytest.raises(RequestError, match="nothing to do") as raised:
+        hqconv.plan(changed(none_plain), schema="int8", dense="int8", target="sm90")
+    assert raised.value.found == "none"
+    shutil.rmtree(tmp_path / "src")
+    shutil.copytree(source, tmp_path / "src")
+    _edit(tmp_path / "src", cache_scale)
+    found = hqconv.plan(tmp_path / "src", schema="int8", dense="int8", target="sm90")
+    assert QKV in {group.name for group in found.experts.linear}

@@ -18,6 +18,7 @@ def write_qwen3_moe(
     intermediate_size: int = 128,
     model_type: str = "qwen3_moe",
     seed: int = 0,
+    with_attention: bool = False,
 ) -> Path:
     """A qwen3_moe checkpoint of one shard in `folder`, with a norm to copy per layer and a tokenizer file."""
     folder.mkdir(parents=True)
@@ -35,6 +36,8 @@ def write_qwen3_moe(
         for expert in range(num_experts):
             for projection, shape in (("gate_proj", tall), ("up_proj", tall), ("down_proj", wide)):
                 tensors[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = matrix(*shape)
+        for name in "qkvo" * with_attention:
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(hidden_size, hidden_size)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "model_type": model_type,

@@ -292,8 +292,12 @@ def _has_become(layer: Any, expected: Mapping[str, RankGemm]) -> bool:
 
 def ask(folder: Path, case: str) -> dict[str, Any]:
     """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
-    source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
     model_type, _, dense = case.partition("+")
+    source, out, stored = (
+        folder / "source",
+        folder / "artifact",
+        vllm_quantized.CASES.get(model_type),
+    )
     model_type = stored.model_type if stored else model_type
     more: dict[str, Any] = {
         **SIZES,
@@ -316,6 +320,8 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
                 return answers | loaded
             answers["linear"] |= linear_of(loaded["model"], out, is_draft=part == "draft")
             answers[part] = described(loaded)
+        if stored:
+            answers["main"] |= compared(parts["main"], load_all(source, False)["main"])
         return answers
     if case in STOCK:
         answers["is_read_by_stock_vllm"] = is_read_by_stock_vllm(folder, source)

@@ -59,6 +59,10 @@ DENSE = (
     *("deepseek_v3+fp8", "glm4_moe_lite+int8", "gpt_oss+int8", "minimax_m2+int8"),
     *("ernie4_5_moe+int8", "olmoe+int8"),
 )
+# Of sources with quantized layers beside the experts, which stay as they are.
+MIXED = (
+    *("compressed-tensors+int4-g32", "modelopt+int8", "fp8+nvfp4", "qwen3_5_moe_fp8+int4-g32"),
+)
 DRAFTED = {*vllm_lists.DRAFTS, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.
 NOT_LOADED = {
@@ -84,7 +88,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("served") / "answers.json"
     # In this order: a deepseek_v32 makes vLLM take every later deepseek_v3's draft for its own, in one process.
     command = [sys.executable, "-m", "tests.make.vllm_serving", str(out)]
-    command += [*QUANTIZED, *DENSE, *TRIED]
+    command += [*QUANTIZED, *DENSE, *MIXED, *TRIED]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -135,6 +139,21 @@ def test_quantized_linear_layers_are_the_artifacts(answers: dict[str, Any], case
         assert not part["unloaded"]
         assert "HummingLinearMethod" in part["methods"].values()
     assert answer["linear"] == dict.fromkeys(answer["groups"], True)
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_layers_that_the_source_has_quantized_are_as_without_hqconv(
+    answers: dict[str, Any], case: str
+) -> None:
+    """The others are the artifact's; no draft has one of them."""
+    answer = answers[case]
+    assert answer["linear"] == dict.fromkeys(answer["groups"], True)
+    [changed] = {name for name, _ in answer["main"]["other_methods"]}
+    assert answer["main"]["methods"][changed] == "HummingLinearMethod"
+    assert {name.rpartition(".")[0] for name in answer["main"]["unlike"]} == {changed}
+    for part in parts(answer):
+        assert part["kinds"] == [QUANTIZED[case.partition("+")[0]][0]]
+    assert "HummingLinearMethod" not in answer.get("draft", {}).get("methods", {}).values()
 
 
 @pytest.mark.parametrize("model_type", SERVED)

@@ -27,8 +27,7 @@ from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError, VerificationError, first_few
 from hqconv.io.hub import is_commit
-from hqconv.schemas.artifact_names import CONFIG, FORMAT_VERSION, MIXED_VERSION
-from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.artifact_names import CONFIG, FORMAT_VERSION, MIXED_VERSION, split_dense
 from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine
@@ -90,8 +89,11 @@ class SourceProxy(QuantizationConfig):  # type: ignore[misc]
 class HqconvConfig(SourceProxy):
     """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
 
-    own_state = SourceProxy.own_state | {"config_dict", "renamed", "loader", "view", "movable"}
+    own_state = SourceProxy.own_state | {
+        *("config_dict", "renamed", "loader", "view", "movable", "added")
+    }
     view: ArtifactView | None = None
+    added: QuantizationConfig | None = None  # of linear layers that the source has in 16 or 32 bits
 
     def __init__(self, config_dict: dict[str, Any]) -> None:
         """config_dict: the `quantization_config` of an artifact's config.json."""
@@ -145,10 +147,11 @@ class HqconvConfig(SourceProxy):
             check_machine(self.view, capability.to_int())
         self.renamed = {name: name for name in (*self.view.layers, *self.view.left)}
         config_dict = self.config_dict.get("source_quantization_config")
+        source, added = (None, None) if config_dict is None else split_dense(config_dict)
+        if added is not None:
+            self.added = dense_config(added, self.view.location, hf_config)
         self.set_dense(
-            None
-            if config_dict is None
-            else dense_config(config_dict, self.view.location, hf_config)
+            None if source is None else dense_config(source, self.view.location, hf_config)
         )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -157,8 +160,9 @@ class HqconvConfig(SourceProxy):
             for new in hf_to_vllm_mapper.apply_list([name]):
                 if self.renamed.setdefault(new, layer) != layer:
                     self.renamed[new] = ""  # two layers: ambiguous name
-        if self.dense is not None:
-            self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
+        for config in (self.dense, self.added):
+            if config is not None:
+                config.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
@@ -187,10 +191,14 @@ class HqconvConfig(SourceProxy):
                 )
             return HqconvMoEMethod(self.loader, self.view, self.view.layers[name], layer)
         found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
-        if found is None and isinstance(layer, LinearBase):
+        if not isinstance(layer, LinearBase):
+            return found
+        is_plain = found is None or isinstance(found, UnquantizedLinearMethod)
+        if is_plain and self.added is not None:
+            found = self.added.get_quant_method(layer, prefix)
+        if found is None:
             return UnquantizedLinearMethod()
-        if self.get_name() == ENGINE.quant_method and isinstance(layer, LinearBase):
-            _share_scales(found)
+        _share_scales(found)
         return found
 
     def _pin_weights(self) -> None:
@@ -230,7 +238,7 @@ def _share_scales(method: Any) -> None:
     matrix. Raises VerificationError where the matrices have different ones.
     """
     prepare = getattr(method, "prepare_weight_loader", None)
-    if prepare is None:  # an unquantized layer
+    if prepare is None:  # another method, or none
         return
 
     def prepared(layer: torch.nn.Module, weight_loader: Any) -> Any:
