@@ -344,6 +344,7 @@ class ExpertInputs:
         self._calls: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         self._linear: dict[str, LinearInputs] = {}  # of the stage that runs
         self._num_passes: Counter[str] = Counter()
+        self._is_recording = False
         self._lock = threading.Lock()
         self._hooks = [
             module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
@@ -423,15 +424,16 @@ class ExpertInputs:
     def _record(
         self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given = (*args, *kwargs.values())
-        tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
-        self._calls.setdefault(layer, []).append(tuple(tensors))
+        if self._is_recording:
+            given = (*args, *kwargs.values())
+            tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
+            self._calls.setdefault(layer, []).append(tuple(tensors))
 
     def _record_linear(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        number = self._num_passes[name]
-        if number < len(self._masks):  # the held-out tokens come after
+        if self._is_recording:
+            number = self._num_passes[name]
             self._num_passes[name] += 1
             x = next(iter((*args, *kwargs.values()))).flatten(0, -2)
             self._linear.setdefault(name, LinearInputs()).add(x, self._masks[number])
@@ -451,7 +453,9 @@ class ExpertInputs:
     def _run_stage(self) -> None:
         stage = self._stream.stage
         self._model.load(stage)
+        self._is_recording = True
         powers = self._stream.advance(partial(self._power, stage))
+        self._is_recording = False
         for layer, calls in self._calls.items():
             if self._uses.get(layer):
                 self._found[layer] = self._joined(layer, calls, powers)
@@ -460,7 +464,6 @@ class ExpertInputs:
         self._linear.clear()
         if self._reference is not None and self._reference.stage == stage:
             self._advance_reference(self._reference)
-            self._calls.clear()
         self._model.drop(stage)
 
     def _advance_reference(self, reference: Stream) -> None:

@@ -131,9 +131,11 @@ class _Reverse:
             for layer in self._layers
             if self._stages[layer] == stage
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _watch(self, layer: int, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         output.register_hook(partial(self._add, layer))  # type: ignore[no-untyped-call]

@@ -316,8 +316,9 @@ class StreamedModel:
             self.model, tensors, self._config
         )
         self._check(info, wanted)
-        for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
-            value = self.model.get_parameter_or_buffer(name)
+        for name in wanted:
+            value = self.model.get_parameter_or_buffer(name).requires_grad_(False)
+            # A decoded or passed-through weight may have the dtype of the source.
             if value.is_floating_point() and value.dtype not in (self.dtype, torch.float32):
                 self._set(name, value.data.to(self.dtype))
         for name, twin in tied.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from hqconv.calibration.gptq import InputProducts, quantize_by_outputs
+from hqconv.calibration.gptq import InputProducts, OutputGradients, quantize_by_outputs
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
@@ -104,6 +105,55 @@ def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     before, after = ((x[num_tokens:] @ w[0].t() - wanted).square().sum() for w in (weights, found))
     limit = (0.02 if num_tokens == 1000 else 1) if is_lawful else 1.02
     assert after < limit * before
+
+
+def test_rows_make_good_each_others_errors() -> None:
+    """Where the loss depends on a few directions of the output; the plain error of outputs grows then."""
+    schema = resolve_schema("int3-g64")
+    generator = torch.Generator().manual_seed(21)
+    weights = torch.randn(2, 96, 128, generator=generator).bfloat16()
+    products = products_of([correlated(600, 128, seed) for seed in (22, 23)])
+    gradients = torch.randn(500, 8, generator=generator) @ torch.randn(8, 96, generator=generator)
+    gradients = gradients + 0.3 * torch.randn(500, 96, generator=generator)
+    g = gradients.t() @ gradients
+    coupled = replace(products, gradients=OutputGradients(g))
+    losses = []
+    for given in (products, coupled):
+        done = quantize_by_outputs([weights], schema, "bfloat16", given)[0]
+        error = decoded(done, schema, (2, 96, 128)) - weights.double()
+        lost = error @ products.fit @ error.mT
+        losses.append(((lost * g).sum((1, 2)), lost.diagonal(dim1=1, dim2=2).sum(1)))
+        reported = done.outputs
+        assert reported is not None
+        of_outputs = error @ (products.fit + products.validation)
+        torch.testing.assert_close(reported[0], (of_outputs * error).sum((1, 2)), rtol=1e-3, atol=0)
+    assert (losses[1][0] < 0.7 * losses[0][0]).all()
+    assert (losses[1][1] > losses[0][1]).all()
+
+
+def test_gradients_that_say_nothing_change_nothing() -> None:
+    """Errors of outputs count alike in all directions, and for rows that fill the kernel's tile."""
+    schema = resolve_schema("mxfp4")
+    weights = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(24))
+    products = products_of([correlated(300, 64, 25)])
+    alike = replace(products, gradients=OutputGradients(torch.eye(48)).resized(64))
+    plain, coupled = (
+        quantize_by_outputs([weights], schema, "bfloat16", given)[0] for given in (products, alike)
+    )
+    assert torch.equal(plain.tensors["weight"], coupled.tensors["weight"])
+
+
+@pytest.mark.parametrize("depends", [False, True])
+def test_products_by_chance_are_damped(depends: bool) -> None:
+    """A few tokens of columns that do not depend on each other; many tokens of columns that do."""
+    inputs = torch.randn(2, 80, 64, generator=torch.Generator().manual_seed(26)).double()
+    if depends:
+        inputs = torch.stack([correlated(40_000, 64, seed, spread=0).double() for seed in (27, 28)])
+    seen, held = inputs.chunk(2, 1)
+    products = InputProducts(seen.mT @ seen, held.mT @ held)
+    added = (products.hessian.h - products.h).diagonal(dim1=1, dim2=2).mean(1)
+    damping = added / products.h.diagonal(dim1=1, dim2=2).mean(1)
+    assert (damping < 0.02 if depends else damping > 0.2).all()
 
 
 def test_experts_do_not_depend_on_each_other() -> None:

@@ -99,11 +99,11 @@ def uses_of(model: nn.Module) -> list[Uses]:
 
 
 def is_validation(token: torch.Tensor) -> torch.Tensor:
-    return token // CONTEXT % 4 == 3
+    return token >= len(IDS) * 3 // 4
 
 
 def products(uses: Uses, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-    scaled = (x if y is None else y) * uses.weight.square().unsqueeze(1)
+    scaled = (x if y is None else y) * uses.weight.unsqueeze(1)
     return scaled.t() @ x
 
 
@@ -206,6 +206,69 @@ def check_experts(found: ExpertActivations, source: Source, layer: MoeLayer, use
         floats = [{name: value.float() for name, value in one.items()} for one in (own, other)]
         errors = found.output_errors(expert, *floats, activation)
         torch.testing.assert_close(errors, expected, rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the outputs of the experts, with labels of one generator; the last layers' do not depend on the others'."""
+    monkeypatch.setattr(inputs, "_GRADIENT_TOKENS", 3 * CONTEXT)
+    model = write(tmp_path, family, **FAMILIES[family])
+    whole = type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval()
+    products = gradient_products(whole)
+    for wanted in (slice(None), slice(-1, None)):
+        with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
+            layers = source.map_experts().layers[wanted]
+            for layer in layers:
+                of_experts.expect(layer, 1)
+            for layer, expected in zip(layers, products[wanted], strict=True):
+                found = of_experts.of(layer)
+                assert_near(found.gradients.products.double(), expected)
+
+
+def gradient_products(model: nn.Module) -> list[torch.Tensor]:
+    """Σ g gᵀ of each layer's experts, float64 [H, H], by autograd through the whole model."""
+    products: list[torch.Tensor] = []
+    for number, (_, _, module) in enumerate(moe_layers(model)):
+        products.append(torch.zeros(()))
+
+        def leave(_: Any, __: Any, out: torch.Tensor, number: int = number) -> None:
+            def add(gradient: torch.Tensor) -> None:
+                rows = gradient.double().flatten(0, -2)
+                products[number] = products[number] + rows.t() @ rows
+
+            out.register_hook(add)
+
+        module.register_forward_hook(leave)
+    generator = torch.Generator().manual_seed(0)
+    for begin in range(0, 3 * CONTEXT, CONTEXT):
+        logits = model(
+            input_ids=torch.tensor([IDS[begin : begin + CONTEXT]]), use_cache=False
+        ).logits[0]
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        (-logits.log_softmax(-1).gather(1, labels).sum()).backward()
+    return products
+
+
+def test_a_model_without_gradients_is_calibrated_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "mixtral")
+    with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
+        [layer, *_] = source.map_experts().layers
+        of_experts.expect(layer, 1)
+        attention = of_experts._model.model.model.layers[0].self_attn
+        original = attention.forward
+
+        def detached(*args: Any, **kwargs: Any) -> Any:
+            hidden, *rest = original(*args, **kwargs)
+            return torch.from_numpy(hidden.numpy()), *rest  # an error, if it has a graph
+
+        attention.forward = detached
+        found = of_experts.of(layer)
+    assert found.gradients is None
+    assert "no gradients" in caplog.text
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
