@@ -75,7 +75,8 @@ class InputProducts:
     """Sums of Σ p x xᵀ over tokens, float64 [1 or E, K, K]: of most tokens, and of validation tokens.
 
     fit_drift, validation_drift: the same sums of p (y - x) xᵀ, where the source's weights before the GEMM give y in
-    place of x. gradients: of the loss by the GEMM's outputs, where they are known.
+    place of x. gradients: of the loss by the GEMM's outputs, where they are known. own: H of each expert, float32
+    [E, K, K], where it is not the sum. damping: of the mean diagonal of H, float64 [1 or E]; None: by the sums.
     """
 
     fit: torch.Tensor
@@ -83,20 +84,27 @@ class InputProducts:
     fit_drift: torch.Tensor | None = None
     validation_drift: torch.Tensor | None = None
     gradients: OutputGradients | None = None
+    own: torch.Tensor | None = None
+    damping: torch.Tensor | None = None
 
     @cached_property
     def h(self) -> torch.Tensor:
         """H of all tokens, float32 [1 or E, K, K]."""
-        return (self.fit + self.validation).float()
+        return (self.fit + self.validation).float() if self.own is None else self.own
 
     @cached_property
     def hessian(self) -> _Hessian:
         """H of all tokens, damped."""
+        damping = self.best_damping if self.damping is None else self.damping
+        return _Hessian(_damped(self.h, damping.float()))
+
+    @cached_property
+    def best_damping(self) -> torch.Tensor:
+        """The largest damping that loses about the least on validation tokens, float64 [1 or E]."""
         losses = torch.stack([self._validation_loss(damping) for damping in _DAMPINGS])
         is_good = losses <= _NEAR_BEST * losses.amin(0)
         dampings = losses.new_tensor(_DAMPINGS).unsqueeze(1)
-        strongest = torch.where(is_good, dampings, _DAMPINGS[0]).amax(0)
-        return _Hessian(_damped(self.fit + self.validation, strongest).float())
+        return torch.where(is_good, dampings, _DAMPINGS[0]).amax(0)
 
     def _validation_loss(self, damping: float) -> torch.Tensor:
         """Return what rounding under H of most tokens loses on validation tokens, float64 [1 or E], up to a factor.
@@ -111,9 +119,7 @@ class InputProducts:
 
     def resized(self, size: int) -> InputProducts:
         """Return the products of inputs with zeros for further columns, as far as `size`; without drifts."""
-        sizes = size, size
-        fit, validation = resized(self.fit, sizes), resized(self.validation, sizes)
-        return InputProducts(fit, validation, gradients=self.gradients)
+        return self._changed(lambda products: resized(products, (size, size)))
 
     def rotated(self, block: int) -> InputProducts:
         """Return the products of inputs that are rotated in blocks of columns; without drifts."""
@@ -121,8 +127,16 @@ class InputProducts:
         def on_both_sides(products: torch.Tensor) -> torch.Tensor:
             return rotate(rotate(products, block).transpose(1, 2).contiguous(), block)
 
-        fit, validation = on_both_sides(self.fit), on_both_sides(self.validation)
-        return InputProducts(fit, validation, gradients=self.gradients)
+        return self._changed(on_both_sides)
+
+    def _changed(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> InputProducts:
+        return InputProducts(
+            operation(self.fit),
+            operation(self.validation),
+            gradients=self.gradients,
+            own=None if self.own is None else operation(self.own),
+            damping=self.damping,
+        )
 
 
 def _damped(h: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of a calibration
 _VALIDATION_SHARE = 0.25  # of the tokens, the last ones: neighbours are alike
 _GRADIENT_TOKENS = 16_384  # of the text, the first ones
 _LARGEST = 2.0**40  # of inputs whose squares are summed in float32
-_FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
+_FEW_TOKENS = 64  # of w2 of an expert with n tokens, n / (n + 64) of the products are its own
+_SHARED_TOKENS = 2048  # the same of w13, whose input all experts share
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
 _ROWS = 4096  # tokens whose products are summed at once
 _REMEDY = "Convert without --calibrate."
@@ -77,22 +78,37 @@ class ExpertActivations:
     def _counts(self) -> Counter[int]:
         return Counter(self.experts[self.weights != 0].tolist())
 
+    def hidden_products(self, experts: Sequence[int]) -> InputProducts:
+        """Return the products of x, the input of w13, for some experts: each token counts with its weight.
+
+        Of an expert with few tokens its own are blended towards those of all experts, which choose the damping.
+        """
+        shared = self._shared_products
+        h = shared.fit[0] + shared.validation[0]
+        own = torch.empty(len(experts), *h.shape, device=h.device)
+        for index, expert in enumerate(experts):
+            token, choice = (self.experts == expert).nonzero(as_tuple=True)
+            products = self._products(token, self.weights[token, choice].float())
+            blend = len(token) / (len(token) + _SHARED_TOKENS)
+            size = (h.trace() / products.trace()).nan_to_num(0.0, 0.0, 0.0)  # of none
+            own[index] = blend * size * products + (1 - blend) * h
+        return replace(shared, own=own, damping=shared.best_damping)
+
     @cached_property
-    def hidden_products(self) -> InputProducts:
-        """Products of x, the input of w13, for all experts: each token counts with its weights."""
+    def _shared_products(self) -> InputProducts:
         shares = self.weights.float().sum(1)
-
-        def products(mask: torch.Tensor) -> torch.Tensor:
-            tokens = mask.nonzero().view(-1)
-            total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-            for some, share in _in_chunks(tokens, shares[tokens]):
-                x = self._rows(some)
-                total = total + _weighted_product(x, share, x)
-            return total.nan_to_num(0.0, 0.0, 0.0).unsqueeze(0)
-
-        fit, validation = products(~self.is_validation), products(self.is_validation)
+        each = [mask.nonzero().view(-1) for mask in (~self.is_validation, self.is_validation)]
+        fit, validation = (self._products(tokens, shares[tokens]).unsqueeze(0) for tokens in each)
         _bound(fit, validation)
         return InputProducts(fit, validation)
+
+    def _products(self, tokens: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the products of x over some tokens, float64 [H, H]."""
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        for some, share in _in_chunks(tokens, shares):
+            x = self._rows(some)
+            total = total + _weighted_product(x, share, x)
+        return total.nan_to_num(0.0, 0.0, 0.0)
 
     def intermediate_products(
         self,
@@ -208,9 +224,12 @@ class LinearInputs:
             total = total + _weighted_product(values, values.new_ones(len(values)), values)
         return total.nan_to_num(0.0, 0.0, 0.0)
 
+    def hidden_products(self, _: Sequence[int]) -> InputProducts:
+        """Return the products, as those of one expert."""
+        return self._products_of_all
+
     @cached_property
-    def hidden_products(self) -> InputProducts:
-        """The products, as those of one expert."""
+    def _products_of_all(self) -> InputProducts:
         fit, validation = (sums.clone().unsqueeze(0) for sums in (self._fit, self._validation))
         _bound(fit, validation)
         return InputProducts(fit, validation)

@@ -282,6 +282,7 @@ class _Batch:
             self.weights[role] = torch.stack(values)
             if biases:
                 self.weights[f"b{role[1:]}"] = torch.stack(biases).float()
+        self.hidden = activations.hidden_products(experts)
         self.products = activations.intermediate_products(experts, self.weights, layer.activation)
 
     def losses(
@@ -297,7 +298,7 @@ class _Batch:
             torch.cuda.set_device(self.device)  # of this thread
         quantized = dict(self.weights)
         for roles in self.layer.coupled_roles:
-            gemm, products = encoding.of(roles[0]), self.activations.hidden_products
+            gemm, products = encoding.of(roles[0]), self.hidden
             if gemm.is_direct:  # kept codes change nothing
                 continue
             if roles == ("w2",):

@@ -174,9 +174,10 @@ class LayerEncoder:
                     [{role: one[role] for role in roles} for one in each], of_gemm
                 )
                 continue
-            products = inputs.hidden_products
             if isinstance(inputs, ExpertActivations) and roles == ("w2",):
                 products = inputs.intermediate_products(experts, given, layer.activation, quantized)
+            else:
+                products = inputs.hidden_products(experts)
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))

@@ -34,6 +34,7 @@ _GPU_FIXED, _GPU_PER_WEIGHT = 112 << 20, 72
 _PER_ROTATED_WEIGHT = 36
 _PER_CALIBRATED_WEIGHT = 200  # gate and up are rounded as one matrix
 _PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
+_PER_OWN_PRODUCT = 48  # of the same of an expert's w13: H, factors
 _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which exist at a time
 
 
@@ -276,7 +277,7 @@ def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
         fixed += _PER_PRODUCT * hidden**2 + _PER_COLUMN * 2 * hidden
         if not planned.layer.is_linear:
             fixed += _PER_COLUMN * 6 * inner
-            per_expert += _PER_PRODUCT * inner**2
+            per_expert += _PER_PRODUCT * inner**2 + _PER_OWN_PRODUCT * hidden**2
         per_weight += _PER_CALIBRATED_WEIGHT
     return _of_batches(planned, Need(fixed, per_expert + per_weight * hidden * inner))
 

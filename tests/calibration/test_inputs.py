@@ -158,9 +158,23 @@ def test_products_are_sums_over_the_tokens_of_the_whole_model(
             found = of_experts.of(layer)
             assert found is not None
             uses = uses.of(uses.expert < layer.num_experts)
-            for part, mask in parts(found.hidden_products, uses):
-                assert_near(part[0], products(uses.of(mask), uses.x[mask]))
+            check_hidden(found, uses, layer.num_experts)
             check_experts(found, source, layer, uses)
+
+
+def check_hidden(found: ExpertActivations, uses: Uses, num_experts: int) -> None:
+    """Of an expert's few tokens the products are blended towards those of all, which are as large."""
+    order = [*range(num_experts)][::-1]
+    hidden = found.hidden_products(order)
+    for part, mask in parts(hidden, uses):
+        assert_near(part[0], products(uses.of(mask), uses.x[mask]))
+    shared = products(uses, uses.x)
+    for expert, h in zip(order, hidden.h.double(), strict=True):
+        seen = uses.of(uses.expert == expert)
+        own, share = products(seen, seen.x), len(seen.x) / (len(seen.x) + 2048)
+        if len(seen.x):
+            own = own * shared.trace() / own.trace()
+        assert_near(h, share * own + (1 - share) * shared)
 
 
 def parts(found: InputProducts, uses: Uses) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -328,7 +342,7 @@ def test_large_inputs_choose_the_same_codes() -> None:
             torch.ones(200),
         )
         only_up = {"w3": weights["w3"] / 2.0**power}
-        hidden = found.hidden_products
+        hidden = found.hidden_products([0, 1])
         inner = found.intermediate_products([0, 1], {**only_up, "w2": stack}, relu)
         codes[power] = [
             quantize_by_outputs([stack], resolve_schema("int4-g32"), "bfloat16", products)[
