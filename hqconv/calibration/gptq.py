@@ -54,7 +54,7 @@ from hqconv.quantization.scale_search import (
 )
 from hqconv.schemas.weight_schema import WeightSchema
 
-_DAMPINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
+_DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
 _NEAR_BEST = 1.02  # of the least loss: so much is allowed for more damping
 _DIAGONAL_SHARE = (
     0.1  # of the products of gradients, whose other entries a few tokens do not tell well

@@ -414,7 +414,7 @@ class ExpertInputs:
         if self._gradient_batches and self._num_experts:
             num_tokens = sum(ids.numel() for ids in self._gradient_batches)
             self.announce(f"computing gradients of {num_tokens:,} tokens")
-            layers = [*self._num_experts]
+            layers = self._num_experts.keys() & self._model.experts.keys()
             self._gradients = output_gradients(self._model, self._gradient_batches, layers)
         self._gradient_batches = ()
 
