@@ -328,7 +328,7 @@ def expert_inputs(
                 num_layers=num_kept,
                 most_layers=most_layers,
                 least_bytes=least_bytes,
-                gradient_tokens=sum(ids.numel() for ids in gradient_batches),
+                gradients_of=gradient_batches,
             )
             beside = [held_out] * (4 // dtype.itemsize)  # they are run in float32
             if model.needed_bytes([batches, *beside], num_layers=num_kept) > limit[0]:

@@ -44,7 +44,8 @@ def output_gradients(
         return {}
     finally:
         stream.stop()
-    return {layer: OutputGradients(sums) for layer, sums in products.items()}
+    finite = {layer: sums for layer, sums in products.items() if bool(sums.isfinite().all())}
+    return {layer: OutputGradients(sums) for layer, sums in finite.items()}
 
 
 class _Reverse:
@@ -92,6 +93,8 @@ class _Reverse:
             hidden = forward_pass.call.hidden.detach().requires_grad_()
             forward_pass.call = forward_pass.call.with_hidden(hidden)
             logits = self._logits(forward_pass, loaded).flatten(0, -2).float()
+            if not bool(logits.isfinite().all()):
+                raise RuntimeError("the logits are not finite")
             labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             loss = nn.functional.cross_entropy(logits, labels[:, 0], reduction="sum")
             gradients += torch.autograd.grad(loss, hidden)

@@ -43,6 +43,9 @@ _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the dec
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 _LARGE_BYTES = 1 << 20  # of memory that goes back to the system as soon as it is free
+_LOGITS_OF_GRADIENTS = (
+    6  # of one pass exist at a time, in float32, with probabilities and gradients
+)
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
 # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
@@ -215,13 +218,13 @@ class StreamedModel:
         streams: Sequence[Sequence[torch.Tensor]],
         *,
         num_layers: int = 0,
-        gradient_tokens: int = 0,
+        gradients_of: Sequence[torch.Tensor] = (),
         comparison_bytes: int = 0,
     ) -> int:
         """Return the memory that streams of token ids [B, T] need.
 
-        num_layers: whose inputs are in memory at a time, of the first stream. gradient_tokens: of `output_gradients`.
-        comparison_bytes: for the comparison of the streams' logits; 0 where there is none.
+        num_layers: whose inputs are in memory at a time, of the first stream. gradients_of: passes of
+        `output_gradients`. comparison_bytes: for the comparison of the streams' logits; 0 where there is none.
         """
         config = self.model.config.get_text_config()
         batches = [ids for stream in streams for ids in stream]
@@ -233,16 +236,19 @@ class StreamedModel:
             head_size = config.hidden_size
         states = (2 * num_tokens + num_inputs) * config.hidden_size + 2 * num_tokens * head_size
         states += sum(ids.size(1) ** 2 for ids in batches)
-        # The inputs of all stages, and the products of the gradients, in float32.
-        states += (len(self.stages) + 2) * gradient_tokens * config.hidden_size
-        if gradient_tokens:
-            states += len(self.experts) * config.hidden_size**2 * 4 // self.dtype.itemsize
         largest = max(map(self.stage_bytes, self.stages))
-        beside = 0
+        beside = product_bytes = 0
         if comparison_bytes:
             num_logits = len(streams) * max(ids.numel() for ids in batches) * config.vocab_size
             beside = largest + 2 * num_logits * self.dtype.itemsize + comparison_bytes
-        return int(states * self.dtype.itemsize + max(_LOADING_FACTOR * largest, beside))
+        if gradients_of:
+            sizes = [ids.numel() for ids in gradients_of]
+            states += (len(self.stages) + 2) * sum(sizes) * config.hidden_size
+            product_bytes = 4 * len(self.experts) * config.hidden_size**2
+            num_logits = _LOGITS_OF_GRADIENTS * max(sizes) * config.vocab_size
+            beside = max(beside, largest + 4 * num_logits)
+        states = states * self.dtype.itemsize + product_bytes
+        return int(states + max(_LOADING_FACTOR * largest, beside))
 
     def check_memory(
         self,
@@ -253,7 +259,7 @@ class StreamedModel:
         num_layers: int = 0,
         most_layers: int = 0,
         least_bytes: int = 0,
-        gradient_tokens: int = 0,
+        gradients_of: Sequence[torch.Tensor] = (),
         comparison_bytes: int = 0,
     ) -> int:
         """Return `needed_bytes`. Raises RequestError where this, or `least_bytes` of other work, exceeds `limit`.
@@ -264,7 +270,7 @@ class StreamedModel:
             self.needed_bytes(
                 streams,
                 num_layers=number,
-                gradient_tokens=gradient_tokens,
+                gradients_of=gradients_of,
                 comparison_bytes=comparison_bytes,
             )
             for number in (num_layers, max(num_layers, most_layers))
