@@ -122,32 +122,34 @@ def quantize(args: argparse.Namespace) -> None:
     )
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Print divergence and perplexity of each checkpoint."""
+def load(folder: Path, out: Path | None = None, device: str = "cpu") -> Any:
+    """Load a model in float32, with the decoded experts of a checkpoint or artifact in place of its own."""
     from transformers import AutoModelForCausalLM
 
-    from hqconv.evaluation.evaluate import Divergence
     from hqconv.sources.opening import open_source
 
-    ids = sequences(args.model, args.text, args.tokens)
-
-    def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=torch.float32, experts_implementation="eager"
-        ).eval()
-
-    base, others = load(), {}
-    for out in args.outs:
-        others[out] = load()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    if out is not None:
         with open_source(str(out)) as source:
-            for layer, module in zip(
-                source.map_experts().layers, others[out].model.layers, strict=True
-            ):
+            for layer, module in zip(source.map_experts().layers, model.model.layers, strict=True):
                 for expert in range(layer.num_experts):
                     roles = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
                     w1, w3, w2 = (roles[role].values().float() for role in ("w1", "w3", "w2"))
                     module.mlp.experts.gate_up_proj.data[expert] = torch.cat([w1, w3])
                     module.mlp.experts.down_proj.data[expert] = w2
+    return model.to(device)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Print divergence and perplexity of each checkpoint."""
+    from hqconv.evaluation.evaluate import Divergence
+
+    ids = sequences(args.model, args.text, args.tokens)
+
+    base = load(args.model)
+    others = {out: load(args.model, out) for out in args.outs}
     figures = {out: Divergence() for out in args.outs}
     with torch.inference_mode():
         for row in ids:

@@ -1,0 +1,164 @@
+"""Compare quantized experts with a model's own by questions: accuracy, flips, and the divergence on worked answers.
+
+    python scripts/tasks.py MODEL OUT … --choices choices.jsonl --worked gsm8k-test.jsonl [--device cuda]
+
+MODEL is a 16-bit model of the Mixtral or Qwen3-MoE classes, each OUT an artifact or a checkpoint of another package.
+A line of CHOICES has `suite`, `question`, `choices` and `answer` (an index); a `_` in the question stands for the
+choice. The answer is the choice with the largest log-probability per byte. A flip is a question whose answer is
+another one than the model's: flips show damage that accuracy averages away. A line of WORKED has `question` and
+`answer`; the divergence is the mean over the answers' tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.peers import load
+
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens of a text, and the index of the first one that counts. num_bytes: of these."""
+
+    ids: list[int]
+    first: int
+    num_bytes: int
+
+
+def example(tokenizer: Any, context: str, answer: str) -> Example:
+    """Tokenize a context and its answer."""
+    ids = tokenizer(context + answer)["input_ids"]
+    before = tokenizer(context)["input_ids"]
+    first = next(
+        (i for i, (a, b) in enumerate(zip(ids, before, strict=False)) if a != b), len(before)
+    )
+    return Example(ids, max(first, 1), len(answer.encode()))
+
+
+def examples_of(tokenizer: Any, question: dict[str, Any]) -> list[Example]:
+    """Return an example for each choice."""
+    text, choices = question["question"], question["choices"]
+    if "_" in text:
+        before, _, after = text.partition("_")
+        return [example(tokenizer, "", before + choice + after) for choice in choices]
+    return [example(tokenizer, f"Question: {text}\nAnswer:", f" {choice}") for choice in choices]
+
+
+def batches(examples: Sequence[Example]) -> Iterator[list[int]]:
+    """Yield indices of examples of about the same length."""
+    batch: list[int] = []
+    for index in sorted(range(len(examples)), key=lambda index: len(examples[index].ids)):
+        if batch and len(examples[index].ids) * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def answer_logits(model: Any, examples: Sequence[Example]) -> list[torch.Tensor]:
+    """Return the log-probabilities [T, V] that predict the tokens of each answer."""
+    longest = max(len(one.ids) for one in examples)
+    ids = torch.zeros(len(examples), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, one in enumerate(examples):
+        ids[row, : len(one.ids)] = torch.tensor(one.ids)
+        mask[row, : len(one.ids)] = 1
+    device = model.device
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+    rows = zip(logits, examples, strict=True)
+    return [row[one.first - 1 : len(one.ids) - 1].log_softmax(-1) for row, one in rows]
+
+
+def answers(model: Any, questions: Sequence[Sequence[Example]]) -> list[int]:
+    """Return the index of the chosen choice of each question."""
+    examples = [one for question in questions for one in question]
+    scores = [0.0] * len(examples)
+    for batch in batches(examples):
+        some = [examples[index] for index in batch]
+        for index, one, found in zip(batch, some, answer_logits(model, some), strict=True):
+            wanted = torch.tensor(one.ids[one.first :], device=found.device)
+            total = found.gather(1, wanted[:, None]).double().sum()
+            scores[index] = float(total) / one.num_bytes
+    chosen, begin = [], 0
+    for question in questions:
+        of_question = scores[begin : begin + len(question)]
+        chosen.append(of_question.index(max(of_question)))
+        begin += len(question)
+    return chosen
+
+
+def divergence(base: Any, model: Any, examples: Sequence[Example]) -> tuple[float, float]:
+    """Return the mean KL divergence of a model from `base` over the examples, and its standard error."""
+    means = torch.zeros(len(examples), dtype=torch.float64)
+    for batch in batches(examples):
+        some = [examples[index] for index in batch]
+        pairs = zip(answer_logits(base, some), answer_logits(model, some), strict=True)
+        for index, (wanted, found) in zip(batch, pairs, strict=True):
+            means[index] = (wanted.exp() * (wanted - found)).double().sum(-1).mean()
+    return float(means.mean()), float(means.std() / math.sqrt(len(means)))
+
+
+def share(flags: Sequence[bool]) -> str:
+    """Return a share in percent, with its standard error."""
+    mean = sum(flags) / len(flags)
+    return f"{100 * mean:.1f} ± {100 * math.sqrt(mean * (1 - mean) / len(flags)):.1f}"
+
+
+def main() -> None:
+    """Print a table for each suite."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("outs", type=Path, nargs="*")
+    parser.add_argument("--choices", type=Path, required=True)
+    parser.add_argument("--worked", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=1, help="take one line of so many")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    lines, problems = (
+        [json.loads(line) for line in path.read_text().splitlines()][:: args.every]
+        for path in (args.choices, args.worked)
+    )
+    questions = [examples_of(tokenizer, line) for line in lines]
+    worked = [
+        example(tokenizer, f"Question: {line['question']}\nAnswer:", f" {line['answer']}")
+        for line in problems
+    ]
+    with torch.inference_mode():
+        base = load(args.model, device=args.device)
+        of_base = answers(base, questions)
+        for out in [None, *args.outs]:
+            model = base if out is None else load(args.model, out, args.device)
+            found = of_base if out is None else answers(model, questions)
+            right, flips = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
+            for line, choice, before in zip(lines, found, of_base, strict=True):
+                for suite in (line["suite"], "all"):
+                    right[suite].append(choice == line["answer"])
+                    flips[suite].append(choice != before)
+            mean, error = divergence(base, model, worked)
+            print(f"{out or args.model}: KL on worked answers {mean:.5f} ± {error:.5f}", flush=True)
+            for suite in sorted(right):
+                print(f"  {suite}: accuracy {share(right[suite])} %, flips {share(flips[suite])} %")
+
+
+if __name__ == "__main__":
+    main()
