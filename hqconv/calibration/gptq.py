@@ -161,7 +161,7 @@ class OutputGradients:
 
     @cached_property
     def coupling(self) -> torch.Tensor:
-        """What the errors of two rows cost together, float64 [N, N]: the products, closer to their diagonal."""
+        """Cost of the errors of two rows together, float64 [N, N]: the products, closer to their diagonal."""
         products = self.products.double()
         products = products / products.diagonal().mean().clamp_min(1e-300)
         eye = torch.eye(len(products), dtype=products.dtype, device=products.device)

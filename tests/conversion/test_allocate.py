@@ -175,7 +175,7 @@ def test_losses_are_those_of_the_outputs(found: dict[str, Any], uneven: Path) ->
     name, schema = list(found["layers"])[1], PAIR[0]
     w13, w2 = module.gate_up_proj.detach(), module.down_proj.detach()
     other13 = converted(uneven, f"{schema}+int8")["w13"]
-    other2 = converted(uneven, f"int8+{schema}")["w2"]  # for inputs of an almost exact w13
+    other2 = converted(uneven, f"int8+{schema}")["w2"]  # of an almost exact w13: some other codes
 
     def down(e: int, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         gate, up = (rows @ first[e].t()).chunk(2, 1)
@@ -190,7 +190,7 @@ def test_losses_are_those_of_the_outputs(found: dict[str, Any], uneven: Path) ->
             error = (down(e, x[token], *changed) - own).square().sum(1)
             expected[number] += (error * shares).double().sum()
     figures = [found["layers"][name][gemm]["candidates"][schema]["loss"] for gemm in GEMMS]
-    assert figures == pytest.approx((expected / 4096).tolist(), rel=0.01)
+    assert figures == pytest.approx((expected / 4096).tolist(), rel=0.03)
 
 
 # --- requests ------------------------------------------------------------------------------------------------

@@ -93,11 +93,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_the_calibration_runs_the_source_for_the_evaluation(
     example: Path, tmp_path: Path, loads: list[tuple[str, bool]]
 ) -> None:
-    """The source's experts are read once; so are the artifact's."""
+    """The source's experts are read for gradients, on the way forwards and back, and once more; the artifact's once."""
     convert(example, tmp_path / "out")
     layers = [f"model.layers.{number}" for number in (0, 1)]
     assert [stage for stage, has_others in loads if has_others] == layers
-    assert [stage for stage, has_others in loads if not has_others and stage in layers] == layers
+    of_source = [stage for stage, has_others in loads if not has_others and stage in layers]
+    assert of_source == [*layers, *reversed(layers), *layers]
     assert recorded(tmp_path / "out") == recorded(example / "out")
 
 
@@ -112,7 +113,7 @@ def test_without_memory_beside_the_calibration_the_evaluation_comes_after_it(
 
     monkeypatch.setattr(StreamedModel, "needed_bytes", wasteful)
     convert(example, tmp_path / "out")
-    assert loads.count(("model.layers.1", False)) == 2
+    assert loads.count(("model.layers.1", False)) == 4
     assert snapshot(tmp_path / "out") == snapshot(example / "out")
 
 
