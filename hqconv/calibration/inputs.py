@@ -88,7 +88,7 @@ class ExpertActivations:
         own = torch.empty(len(experts), *h.shape, device=h.device)
         for index, expert in enumerate(experts):
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
-            products = self._products(token, self.weights[token, choice].float())
+            products = self._products(token, self.weights[token, choice].float().abs())
             blend = len(token) / (len(token) + _SHARED_TOKENS)
             size = (h.trace() / products.trace()).nan_to_num(0.0, 0.0, 0.0)  # of none
             own[index] = blend * size * products + (1 - blend) * h
@@ -96,7 +96,7 @@ class ExpertActivations:
 
     @cached_property
     def _shared_products(self) -> InputProducts:
-        shares = self.weights.float().sum(1)
+        shares = self.weights.float().abs().sum(1)
         each = [mask.nonzero().view(-1) for mask in (~self.is_validation, self.is_validation)]
         fit, validation = (self._products(tokens, shares[tokens]).unsqueeze(0) for tokens in each)
         _bound(fit, validation)
@@ -130,7 +130,7 @@ class ExpertActivations:
             if quantized is not None:
                 changed = own | {name: stack[index].float() for name, stack in quantized.items()}
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
-            share = self.weights[token, choice].float()
+            share = self.weights[token, choice].float().abs()  # inkling has negative ones
             mask = self.is_validation[token]
             fit.append(self._expert_products(token[~mask], share[~mask], activation, own, changed))
             validation.append(
