@@ -226,8 +226,9 @@ def check_experts(found: ExpertActivations, source: Source, layer: MoeLayer, use
 def test_gradients_are_those_of_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the outputs of the experts, with labels of one generator; the last layers' do not depend on the others'."""
+    """In three passes, with labels of one generator; the last layers' do not depend on those before."""
     monkeypatch.setattr(inputs, "_GRADIENT_TOKENS", 3 * CONTEXT)
+    monkeypatch.setattr(inputs, "_PASS_TOKENS", CONTEXT)
     model = write(tmp_path, family, **FAMILIES[family])
     whole = type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval()
     products = gradient_products(whole)
