@@ -3,7 +3,7 @@
     python scripts/tasks.py MODEL OUT … --choices choices.jsonl --worked gsm8k-test.jsonl [--device cuda]
 
 MODEL is a 16-bit model of the Mixtral or Qwen3-MoE classes, each OUT an artifact or a checkpoint of another package.
-A line of CHOICES has `suite`, `question`, `choices` and `answer` (an index); a `_` in the question stands for the
+A line of CHOICES has `suite`, `question`, `choices` and `answer` (an index); a `_` alone in the question stands for the
 choice. The answer is the choice with the largest log-probability per byte. A flip is a question whose answer is
 another one than the model's: flips show damage that accuracy averages away. A line of WORKED has `question` and
 `answer`; the divergence is the mean over the answers' tokens.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -52,8 +53,9 @@ def example(tokenizer: Any, context: str, answer: str) -> Example:
 def examples_of(tokenizer: Any, question: dict[str, Any]) -> list[Example]:
     """Return an example for each choice."""
     text, choices = question["question"], question["choices"]
-    if "_" in text:
-        before, _, after = text.partition("_")
+    around_blank = re.split(r"(?<=\s)_(?=\W)", text, maxsplit=1)
+    if len(around_blank) == 2:
+        before, after = around_blank
         return [example(tokenizer, "", before + choice + after) for choice in choices]
     return [example(tokenizer, f"Question: {text}\nAnswer:", f" {choice}") for choice in choices]
 

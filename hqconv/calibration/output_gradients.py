@@ -44,6 +44,8 @@ def output_gradients(
         return {}
     finally:
         stream.stop()
+        for stage in model.stages:  # a run that failed has some loaded
+            model.drop(stage)
     finite = {layer: sums for layer, sums in products.items() if bool(sums.isfinite().all())}
     return {layer: OutputGradients(sums) for layer, sums in finite.items()}
 
