@@ -37,7 +37,7 @@ def output_gradients(
         # Faster kernels of attention add gradients in an order that changes from run to run.
         with sdpa_kernel(SDPBackend.MATH):
             products = _Reverse(model, stream, layers).run()
-    except torch.OutOfMemoryError:
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - of the model's code behind its layers, which nothing else runs
         _LOG.warning("Errors of outputs count alike in all directions: no gradients (%s).", error)
