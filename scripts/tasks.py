@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.peers import load
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -72,36 +72,43 @@ def batches(examples: Sequence[Example]) -> Iterator[list[int]]:
         yield batch
 
 
-def answer_logits(model: Any, examples: Sequence[Example]) -> list[torch.Tensor]:
-    """Return the log-probabilities [T, V] that predict the tokens of each answer."""
-    longest = max(len(one.ids) for one in examples)
-    ids = torch.zeros(len(examples), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, one in enumerate(examples):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids)
-        mask[row, : len(one.ids)] = 1
-    device = model.device
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-    rows = zip(logits, examples, strict=True)
-    return [row[one.first - 1 : len(one.ids) - 1].log_softmax(-1) for row, one in rows]
+def log_probabilities(model: Any, examples: Sequence[Example]) -> torch.Tensor:
+    """Return the log-probabilities [B, T - 1, V] of every token after the first of each example."""
+    ids = padded(examples).to(model.device)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[:, :-1].log_softmax(-1)
+
+
+def padded(examples: Sequence[Example]) -> torch.Tensor:
+    """Return the tokens [B, T], with zeros behind those of shorter examples, which change nothing before them."""
+    ids = torch.zeros(len(examples), max(len(one.ids) for one in examples), dtype=torch.int64)
+    for row, one in zip(ids, examples, strict=True):
+        row[: len(one.ids)] = torch.tensor(one.ids)
+    return ids
+
+
+def is_answer(examples: Sequence[Example]) -> torch.Tensor:
+    """Return which tokens after the first of each example count, bool [B, T - 1]."""
+    first, end = (
+        torch.tensor(numbers)[:, None] - 1
+        for numbers in ([one.first for one in examples], [len(one.ids) for one in examples])
+    )
+    places = torch.arange(int(end.max()))
+    return (places >= first) & (places < end)
 
 
 def answers(model: Any, questions: Sequence[Sequence[Example]]) -> list[int]:
     """Return the index of the chosen choice of each question."""
     examples = [one for question in questions for one in question]
-    scores = [0.0] * len(examples)
+    scores = torch.zeros(len(examples), dtype=torch.float64)
     for batch in batches(examples):
         some = [examples[index] for index in batch]
-        for index, one, found in zip(batch, some, answer_logits(model, some), strict=True):
-            wanted = torch.tensor(one.ids[one.first :], device=found.device)
-            total = found.gather(1, wanted[:, None]).double().sum()
-            scores[index] = float(total) / one.num_bytes
-    chosen, begin = [], 0
-    for question in questions:
-        of_question = scores[begin : begin + len(question)]
-        chosen.append(of_question.index(max(of_question)))
-        begin += len(question)
-    return chosen
+        wanted = padded(some)[:, 1:, None].to(model.device)
+        found = log_probabilities(model, some).gather(2, wanted)[:, :, 0].double().cpu()
+        num_bytes = torch.tensor([one.num_bytes for one in some])
+        scores[batch] = torch.where(is_answer(some), found, 0.0).sum(1) / num_bytes
+    of_question = torch.split(scores, [len(question) for question in questions])
+    return [int(choices.argmax()) for choices in of_question]
 
 
 def divergence(base: Any, model: Any, examples: Sequence[Example]) -> tuple[float, float]:
@@ -109,9 +116,10 @@ def divergence(base: Any, model: Any, examples: Sequence[Example]) -> tuple[floa
     means = torch.zeros(len(examples), dtype=torch.float64)
     for batch in batches(examples):
         some = [examples[index] for index in batch]
-        pairs = zip(answer_logits(base, some), answer_logits(model, some), strict=True)
-        for index, (wanted, found) in zip(batch, pairs, strict=True):
-            means[index] = (wanted.exp() * (wanted - found)).double().sum(-1).mean()
+        wanted, found = log_probabilities(base, some), log_probabilities(model, some)
+        each = (wanted.exp() * (wanted - found)).sum(-1).double().cpu()
+        counts = is_answer(some)
+        means[batch] = torch.where(counts, each, 0.0).sum(1) / counts.sum(1)
     return float(means.mean()), float(means.std() / math.sqrt(len(means)))
 
 
