@@ -31,7 +31,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import MAX_SIZE, Grid, check_grid
 from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.tensors import FLOATS, TensorRef, TensorSpec, num_bits
+from hqconv.schemas.tensors import FLOATS, TensorRef, num_bits
 from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:
@@ -276,17 +276,6 @@ class Artifact:
             return {
                 gemm: kernel_form(n, k, kind.of(gemm), layer.has_bias)
                 for gemm, (n, k) in shapes.items()
-            }
-
-    def packed_forms(self, layer: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
-        """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
-        from hqconv.kernel_layout.transform import packed_form
-
-        schema, dtype = self.schema_of(layer.name), self.spec.param_dtype
-        with _humming_errors(layer.name):
-            return {
-                role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias)
-                for role in layer.roles
             }
 
     @property

@@ -218,11 +218,3 @@ def layer_conversion(conversions: Mapping[str, str]) -> str:
     if len(set(conversions.values())) == 1:
         return next(iter(conversions.values()))
     return "; ".join(f"{gemm} {conversion}" for gemm, conversion in conversions.items())
-
-
-def gemm_conversion(layer: str, gemm: str) -> str:
-    """Return how a GEMM is converted by the `layer_conversion` of its layer."""
-    for text in layer.split("; "):
-        if text.startswith(f"{gemm} "):
-            return text.removeprefix(f"{gemm} ")
-    return layer

@@ -95,8 +95,6 @@ def _why_not_here(spec: KernelSpec, config: Any) -> str | None:
         return "float zero points are for 16-bit activations (Humming's kernel asserts it)"
     if spec.a_dtype == "int4" and spec.target.sm_version >= 90:
         return "int4 activations run up to sm89: Humming has no tuning for them from sm90 on"
-    if schema.rotation and is_quantized:
-        return "rotated weights are converted for 16-bit activations only: verify has no reference for the others"
     if config.use_fused_e8m0_scale and schema.has_row_scale and spec.param_dtype == "float16":
         return "the exponents join the scale of each row, which float16 cannot hold then: use --dtype bfloat16"
     # Integers have negative scales, for half of the groups.

@@ -151,11 +151,6 @@ class EncodingOptions:
             "calibration": document.get("calibration"),
         }
 
-    @property
-    def keeps_scales(self) -> bool:
-        """False where scales of another dtype than the parameters' are rounded."""
-        return not self.round_scales
-
     def conversion(self, source: SourceFormat, schema: WeightSchema, param_dtype: str) -> str:
         """Return how a GEMM in the format `source` is converted, as `conversion_of`."""
         return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)

@@ -353,11 +353,6 @@ _SCALED = re.compile(
 )
 
 
-def known_names() -> list[str]:
-    """List the names that a shell completes: presets, good ones of the shorthand, and `source`."""
-    return [*PRESETS, *RECOMMENDED, SOURCE]
-
-
 def resolve_layer_schema(text: str) -> LayerSchema:
     """Return the schema of `--schema TEXT`: of both GEMMs, or two with a + between them, of w13 and of w2.
 

@@ -458,9 +458,13 @@ def local_ids(
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Roundings of both GEMMs, the static scales they need (float32 [1]), and the columns of each TP rank."""
+    """Roundings of both GEMMs, the static scales they need (float32 [1]), and the columns of each TP rank.
+
+    rotations: sizes of the blocks of columns that are rotated before they are rounded; 0 for none.
+    """
 
     roundings: dict[str, Rounding]
+    rotations: dict[str, int]
     static: dict[str, torch.Tensor]
     slices: tuple[tuple[int, int], ...]
     param_dtype: torch.dtype
@@ -474,11 +478,11 @@ class LayerInputs:
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
-        slices = tp_slices(
-            artifact.layers[layer].intermediate_size, artifact.grid, artifact.schema_of(layer)
-        )
+        schema = artifact.schema_of(layer)
+        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid, schema)
         return cls(
             roundings,
+            {gemm: schema.of(gemm).rotation for gemm in names.GEMMS},
             _static_scales(artifact, layer, roundings, device),
             tuple((begin, end) for _, begin, end, _ in slices),
             torch_dtype_of(artifact.param_dtype),
@@ -505,7 +509,9 @@ class LayerInputs:
         }
 
     def _round(self, gemm: str, values: torch.Tensor) -> torch.Tensor:
-        return self.roundings[gemm](values, self.static.get(gemm))
+        rotated = unrotated(values, self.rotations[gemm])
+        rounded = self.roundings[gemm](rotated, self.static.get(gemm))
+        return unrotated(rounded, self.rotations[gemm])
 
 
 def _static_scales(

@@ -122,11 +122,6 @@ class VerificationReport:
         ran = [r for r in self.results if not r.skipped or r.findings]
         return bool(ran) and all(r.status != FAIL for r in ran)
 
-    @property
-    def has_damage(self) -> bool:
-        """True if a check has findings, other than errors above the limit."""
-        return any(result.findings for result in self.results if result.name != MAX_ERROR)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
         checks = {

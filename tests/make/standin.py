@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hqconv.kernel_layout.fused_moe as moe
+from hqconv.quantization.quantized import rotate
 from tests.make.activations import NUMBERS, quantize_by_search
 from tests.make.formulas import run_c
 
@@ -86,12 +87,13 @@ def process(
     hadamard_block_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`humming.forward.may_process_input` of an activation with a gate, or none."""
-    assert not hadamard_block_size
     values = inputs.float()
     if activation_type != "none":
         assert activation_type == "binary_split"
         gate, up = (half.double().numpy() for half in values.chunk(2, -1))
         values = torch.from_numpy(run_c(activation_impl or "", gate, up)).float()
+    if hadamard_block_size:
+        values = rotate(values, hadamard_block_size)
     scheme = scheme_of(config)
     if scheme.mode == "none":
         assert token_scales is None

@@ -17,6 +17,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.formats.encoding import resized
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.kernel_layout.transform import kernel_form, why_not
+from hqconv.quantization.quantized import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import GROUPS, Grid, tp_slices
@@ -109,7 +110,10 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     found = fused_moe(gemms, x, ids, routing.weights, Activation("silu"), True, 38)
     scheme = Rounding.of(words)
     assert scheme is not None
-    inputs = LayerInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
+    plain = {"w13": 0, "w2": 0}
+    inputs = LayerInputs(
+        {"w13": scheme, "w2": scheme}, plain, static, ((0, INNER),), torch.bfloat16
+    )
     exact, rounded = moe_forwards(
         x.double(),
         routing,
@@ -149,9 +153,8 @@ def checked(
     def load(
         _: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device
     ) -> dict[str, Gemm]:
-        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.manifest.layer_spec.schema)[
-            tp_rank
-        ]
+        schema = artifact.manifest.layer_spec.schema
+        _, begin, end, share = tp_slices(inner, artifact.grid, schema)[tp_rank]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
             "w13": [
@@ -163,7 +166,10 @@ def checked(
         gemms = {}
         for gemm, parts in stacks.items():
             config = layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm])
-            gemms[gemm] = Gemm(config, {"weight": torch.stack(parts)})
+            weight, rotation = torch.stack(parts), schema.of(gemm).rotation
+            if rotation:
+                weight = rotate(weight, rotation)
+            gemms[gemm] = Gemm(config, {"weight": weight}, rotation=rotation)
         return damage(gemms)
 
     monkeypatch.setattr(module, "_load_rank", load)
@@ -175,7 +181,8 @@ def checked(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
 @pytest.mark.parametrize(
-    ("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")]
+    ("inputs", "schema"),
+    [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4"), ("fp8", "int4-g64-h64")],
 )
 def test_the_check_knows_the_rounding(
     inputs: str, schema: str, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +340,7 @@ PAIRS = {
     "int8": "mxfp4 int8 int4 int4-g64-zp int7-c int2 int4-g32-e4m3",
 }
 RUN = [(inputs, schema) for inputs, schemas in PAIRS.items() for schema in schemas.split()]
+ROTATED = [("fp8", "int4-g32-e4m3-h32"), ("fp8-g128", "mxfp4-h32"), ("int8", "int4-g64-h64")]
 needs_sm90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a CUDA device of sm90",
@@ -375,7 +383,7 @@ def test_the_production_kernel_on_ranks_of_whole_groups(
 
 @pytest.mark.cuda
 @needs_sm90
-@pytest.mark.parametrize(("inputs", "schema"), RUN)
+@pytest.mark.parametrize(("inputs", "schema"), [*RUN, *ROTATED])
 def test_the_production_kernel(inputs: str, schema: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "qwen3_moe", **SIZES)
     run(source, tmp_path / "out", schema, Grid(2, 2), input_schema=inputs)
