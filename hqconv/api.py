@@ -152,7 +152,7 @@ def convert(
             digests=run.source_digests,
             cache=cache,
             # A part sees its own layers only.
-            held_out=text.batches(resources.device) if part is None else (),
+            held_out=text.batches(source, resources.device) if part is None else (),
             finish=partial(
                 with_evaluation, source=source, text=text, resources=resources, max_kl=max_kl
             ),
@@ -261,6 +261,8 @@ def verify(
     layers: Collection[int] | None = None,
     tokens: Sequence[int] = (1, 17, 256),
     max_error: float | None = None,
+    server: str | None = None,
+    model: str | None = None,
     revision: str | None = None,
     progress: Callable[[str, Progress], None] | None = None,
     **options: Unpack[RunKeywords],
@@ -271,15 +273,21 @@ def verify(
     source, as `src` of `convert`, with `revision`; None: only the artifact's own records, `revision` is the artifact's.
     checks: of files, weights and kernel; None: all that can run here. layers: the MoE layers to look at; None: all, for
     the kernel the first, the middle and the last. tokens: batch sizes for the kernel. max_error: the largest relative
-    error that a projection may have, recorded or measured; larger ones are findings. progress: called with `files` or
-    `weights` and how far that check is. options: `device` (the kernel needs a GPU of the artifact's target),
-    `max_memory`, `threads`; `cache_limit` and `keep_source` for a source on the Hub.
+    error that a projection may have, recorded or measured; larger ones are findings. server: the address of a running
+    server of the artifact, or of a plain checkpoint with reference predictions (`evaluate`); its check runs alone, or
+    with those that `checks` names. model: its name, if the server has several. progress: called with `files`,
+    `weights` or `server` and how far that check is. options: `device` (the kernel needs a GPU of the artifact's
+    target), `max_memory`, `threads`; `cache_limit` and `keep_source` for a source on the Hub.
 
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
-    artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
+    artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError, and so does a
+    server that does not answer.
     """
     run = RunOptions(**options)
+    if server is not None and checks is None:
+        run = replace(run, device="cpu")  # the GPU is the server's
     start_gpu(run.device)
+    from hqconv.verification.server import ServerOptions
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run_checks
 
@@ -293,6 +301,7 @@ def verify(
         max_memory_bytes=resources.max_memory_bytes,
         source=None if source is None else str(source),
         max_error=max_error,
+        server=None if server is None else ServerOptions(server, model, progress),
         cache=cache_policy(run),
         progress=progress,
     )
@@ -398,9 +407,10 @@ def push(
 
 def evaluate(
     out: StrPath,
-    source: StrPath,
+    source: StrPath | None,
     text: StrPath,
     *,
+    write_reference: bool = False,
     num_tokens: int = 16384,
     context_length: int = 512,
     compute_dtype: str = "float32",
@@ -417,7 +427,9 @@ def evaluate(
     is the limit.
 
     The document is written beside the artifact too, as evaluation.json, from where the report takes it; where that
-    cannot be done, a warning says so.
+    cannot be done, a warning says so. So are the predictions, as reference.safetensors, which `verify(server=…)`
+    compares a server with. write_reference, and no source: `out` is a plain checkpoint that transformers runs, which
+    gets its reference predictions; it is compared with itself.
 
     Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `perplexity`
     and `mean_nll` (each of `source` and `artifact`), `top1_agreement` (share of tokens with the same most likely
@@ -427,9 +439,16 @@ def evaluate(
     """
     from hqconv.evaluation.evaluate import evaluate as run
 
+    if source is None and not write_reference:
+        raise RequestError(
+            "An artifact is evaluated against its source.",
+            where="--source",
+            found="none",
+            remedy="Name the source; for a plain checkpoint, use --write-reference.",
+        )
     return run(
         Path(out),
-        str(source),
+        None if source is None else str(source),
         Path(text),
         num_tokens=num_tokens,
         context_length=context_length,

@@ -339,6 +339,14 @@ class StreamedModel:
             if value.is_floating_point():
                 self._set(name, value.data.float())
 
+    def narrow(self, stage: str, dtype: torch.dtype) -> None:
+        """Turn a stage's weights to a smaller dtype, but those that the model keeps in float32, for one use."""
+        kept = re.compile("|".join(map(re.escape, self.model._get_dtype_plan(dtype))) or "$^")
+        for name in self._owned[stage]:
+            value = self.model.get_parameter_or_buffer(name)
+            if value.is_floating_point() and not kept.search(name):
+                self._set(name, value.data.to(dtype))
+
     def use_float32(self) -> None:
         """Compute in float32 from now on; no stage may be loaded."""
         self.dtype = torch.float32
@@ -661,10 +669,15 @@ class Stream:
             yield forward_pass.output
             forward_pass.output = None
 
+    def keep(self, count: int) -> None:
+        """End all passes but the first `count`."""
+        for forward_pass in self.passes[count:]:
+            forward_pass.stop()
+        self.passes, self.batches = self.passes[:count], self.batches[:count]
+
     def stop(self) -> None:
         """End all passes."""
-        for forward_pass in self.passes:
-            forward_pass.stop()
+        self.keep(0)
 
 
 def _check_tokens(model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:

@@ -344,12 +344,22 @@ def verify(
     layers: Layers = None,
     tokens: Annotated[str, flag("Batch sizes of the kernel check, in tokens.")] = "1,17,256",
     max_error: MaxError = None,
+    server: Annotated[
+        str | None,
+        flag(
+            "Address of a running server, http://host:port: compare its log-probabilities with OUT's. OUT may be "
+            "a plain checkpoint (evaluate --write-reference). Other checks run if --checks names them."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, flag("Name of the model, if the server of --server has several.")
+    ] = None,
     report: Annotated[
         str | None, flag("Write an HTML report with the results to this file.")
     ] = None,
     **options: Any,
 ) -> Result:
-    """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
+    """Check an artifact: files, decoded weights against the source, the GPU kernel's output; or a running server."""
     from hqconv import api
 
     page = None
@@ -363,6 +373,8 @@ def verify(
             layers=None if layers is None else parse_numbers(layers, "--layers"),
             tokens=parse_numbers(tokens, "--tokens", 1),
             max_error=max_error,
+            server=server,
+            model=model,
             revision=revision,
             progress=progress.of_check,
             **options,
@@ -515,10 +527,18 @@ def publish(
 def evaluate(
     screen: Screen,
     out: Artifact,
-    source: Annotated[
-        str, flag("Source checkpoint that the artifact was made from: a folder or a Hub repo id.")
-    ],
     text: Annotated[str, flag("Text file for the evaluation, which calibration did not see.")],
+    source: Annotated[
+        str | None,
+        flag("Source checkpoint that the artifact was made from: a folder or a Hub repo id."),
+    ] = None,
+    write_reference: Annotated[
+        bool,
+        flag(
+            "OUT is a plain checkpoint: write its predictions, for verify --server.",
+            "--write-reference",
+        ),
+    ] = False,
     num_tokens: Annotated[
         int, flag("Maximum number of tokens of the text.", "--tokens", min=1)
     ] = 16384,
@@ -542,6 +562,7 @@ def evaluate(
         context_length=context_length,
         compute_dtype=compute_dtype,
         revision=revision,
+        write_reference=write_reference,
         **options,
     )
     return Result(document)

@@ -391,6 +391,16 @@ _COLUMNS = {  # check → caption of its measurements; key → header
             "routed_by": "tokens routed by",
         },
     ),
+    "server": (
+        "Log-probabilities of the server against the reference, in nats",
+        {
+            "mean": "mean difference",
+            "mean_limit": "limit",
+            "p999": "99.9 %",
+            "token_limit": "limit of a token",
+            "out_of_bounds": "share above it",
+        },
+    ),
 }
 
 
@@ -408,7 +418,8 @@ def _measured(check: str, measured: Mapping[str, Any]) -> Shown:
         }
     first_key, *_ = columns
     names = [name for name, figures in figures_of.items() if first_key in figures]
-    names.sort(key=lambda name: -rank_of_error(figures_of[name][first_key]))
+    if check != "server":
+        names.sort(key=lambda name: -rank_of_error(figures_of[name][first_key]))
     if len(names) > _NUM_MEASURED_SHOWN:
         caption += f": the {_NUM_MEASURED_SHOWN} largest errors of {len(names)}"
     rows = [

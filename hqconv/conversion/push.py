@@ -12,12 +12,13 @@ from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
 from hqconv.artifact.model_card import read_evaluation, sums_bytes
+from hqconv.artifact.reference_predictions import has_reference
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io import hub
 from hqconv.io.durable_files import output_errors, size_of
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, EVALUATION, MANIFEST, REFERENCE, SUMS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def push(
         card_sha256 = sha256_of(root / CARD)
         if read_evaluation(root, manifest) is not None:
             files[EVALUATION] = (root / EVALUATION).read_bytes()
+        if has_reference(root / REFERENCE, manifest.sha256):
+            files[REFERENCE] = root / REFERENCE
     files[SUMS] = sums_bytes(manifest.files, manifest.sha256)
     digests = {name: entry.sha256 for name, entry in manifest.files.items() if name != CARD}
 

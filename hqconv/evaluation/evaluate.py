@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,13 @@ import torch
 from hqconv.artifact.load import decoded_experts, linear_weights
 from hqconv.artifact.model_card import read_evaluation, write_evaluation
 from hqconv.artifact.reader import Artifact
+from hqconv.artifact.reference_predictions import (
+    DIGEST,
+    LONG,
+    ReferencePredictions,
+    checkpoint_digest,
+    num_top,
+)
 from hqconv.calibration.inputs import batches_of
 from hqconv.calibration.streamed_model import Expert, Stream, StreamedModel, stored_tensors
 from hqconv.calibration.transformers_model import (
@@ -48,9 +55,10 @@ from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.planning.calibration import Calibration, common_lines
-from hqconv.schemas.artifact_names import EVALUATION
+from hqconv.schemas.artifact_names import EVALUATION, MANIFEST, REFERENCE, text_config
 from hqconv.sources.opening import open_source
 from hqconv.verification.files import check_beside_experts, other_source
+from hqconv.version import __version__
 
 _LOG = logging.getLogger(__name__)
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
@@ -63,7 +71,7 @@ _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 def evaluate(
     out: Path,
-    source_name: str,
+    source_name: str | None,
     text: Path,
     *,
     num_tokens: int,
@@ -72,7 +80,10 @@ def evaluate(
     resources: Resources,
     revision: str | None,
 ) -> dict[str, Any]:
-    """Return the document of an evaluation; see `hqconv.api.evaluate`."""
+    """Return the document of an evaluation; see `hqconv.api.evaluate`.
+
+    source_name: None for a plain checkpoint at `out`, whose reference predictions are written.
+    """
     if compute_dtype not in COMPUTE_DTYPES:
         raise RequestError(
             "There is no such dtype to compute in.",
@@ -82,10 +93,18 @@ def evaluate(
         )
     check_counts({"--tokens": num_tokens, "--context": context_length})
     transformers = import_transformers("A model is evaluated")
-    with Artifact(out, is_sealed=True) as artifact, open_source(source_name, revision) as source:
+    with ExitStack() as stack:
+        artifact = None
+        if source_name is None:
+            _check_plain(out)
+        else:
+            artifact = stack.enter_context(Artifact(out, is_sealed=True))
+        place = source_name or str(out)
+        source = stack.enter_context(open_source(place, revision))
         with quiet_loading(transformers), folder_of(source) as folder:
-            tokens = read_text(transformers, folder, text, num_tokens, source=source_name)
-        _check_beside_experts(artifact, source, resources.num_threads)
+            tokens = read_text(transformers, folder, text, num_tokens, source=place)
+        if artifact is not None:
+            _check_beside_experts(artifact, source, resources.num_threads)
         return compare_on_text(
             artifact,
             source,
@@ -97,8 +116,19 @@ def evaluate(
         )
 
 
+def _check_plain(out: Path) -> None:
+    if not out.is_dir() or (out / MANIFEST).is_file():
+        raise RequestError(
+            "Without a source, reference predictions are those of a plain checkpoint.",
+            where=f"--write-reference {out}",
+            expected="the folder of a plain checkpoint",
+            found="an artifact" if out.is_dir() else "no folder",
+            remedy="Name the source of an artifact: its evaluation writes them, too.",
+        )
+
+
 def compare_on_text(
-    artifact: Artifact,
+    artifact: Artifact | None,
     source: Source,
     tokens: Text,
     text_name: str,
@@ -110,7 +140,8 @@ def compare_on_text(
 ) -> dict[str, Any]:
     """Run source and artifact over a text, and write and return the document: see `hqconv.api.evaluate`.
 
-    reference: the source's passes over the text, which a calibration has run through some layers.
+    artifact: None for a plain checkpoint, which is compared with itself. reference: the source's passes over the text,
+    which a calibration has run through some layers.
     """
     if len(tokens.ids) < 2:
         raise RequestError(
@@ -119,8 +150,7 @@ def compare_on_text(
     transformers = import_transformers("A model is evaluated")
     device = resources.device
     with ExitStack() as stack:
-        layers = _converted_layers(artifact, source)
-        read_experts = _artifact_experts(artifact, resources, stack)
+        decoded = _Decoded(artifact, source, resources, stack)
         stack.enter_context(quiet_loading(transformers))
         stack.enter_context(explained_gpu_memory(device, _GPU_REMEDY))
         if reference is not None:
@@ -130,49 +160,33 @@ def compare_on_text(
             dtype = getattr(torch, compute_dtype)
             with running(str(source.place)):
                 model = StreamedModel(transformers, source, folder, dtype, device)
-            batches = batches_of(tokens, context_length, device)
-        num_bytes = model.check_memory(
-            [batches] * 2, *resources.model_limit(), comparison_bytes=_COMPARISON_BYTES
+            batches = passes_of(tokens, context_length, source, device)
+        warnings = decoded.assign(model)
+        batches, rounded = _passes_in_memory(
+            model, batches, context_length, resources.model_limit()[0], warnings
         )
-        layers_by_stage, warnings = _layers_by_stage(model, layers)
+        num_bytes = model.check_memory(
+            [batches, batches, *([rounded] if rounded else [])],
+            *resources.model_limit(),
+            comparison_bytes=_COMPARISON_BYTES,
+        )
         size = f"{num_bytes / 2**30:.1f} GiB"
         _LOG.info("Source and artifact run on %s, in at most %s.", resources.device_name, size)
         if reference is None:
             with running(model.place):
                 reference = Stream(model, batches)
             stack.callback(reference.stop)
-        linear = _linear_by_stage(model, artifact, warnings)
-
-        def replacements(stage: str) -> dict[str, torch.Tensor]:
-            """Return the artifact's tensors of a stage, as the source stores them."""
-            tensors: dict[str, torch.Tensor] = {}
-            if stage in layers_by_stage:
-                layer = layers_by_stage[stage]
-                experts = read_experts(layer.name)
-                tensors = stored_tensors(layer, experts, model.dtype, model.device)
-            for group in linear.get(stage, ()):
-                tensors |= _linear_tensors(artifact, source, group, model)
-            return tensors
-
-        changed = {*layers_by_stage, *linear}
-        figures = _figures(reference, changed, replacements, resources.num_threads)
-    if figures["num_predictions"] < _FEW_PREDICTIONS:
-        warnings.append(
-            f"{plural(figures['num_predictions'], 'prediction')} only: the figures are not reliable. Use a text of "
-            "some thousand tokens."
-        )
-    calibration = artifact.manifest.calibration
-    shared = 0.0 if calibration is None else common_lines(calibration.lines, tokens.raw.decode())
-    if shared >= _SHARED_LINES:
-        warnings.append(
-            f"About {shared:.0%} of the text's lines are of the calibration's text: its figures are too good. "
-            "Evaluate on a text that the calibration did not read."
-        )
+        reference.keep(len(batches))
+        recorder = _Recorder(model, rounded) if rounded else None
+        figures = _figures(reference, decoded, resources.num_threads, context_length, recorder)
+    shared = _shared_lines(artifact, tokens)
+    warnings += _warnings_of_text(figures["num_predictions"], shared)
+    root = source.root if artifact is None else artifact.root
     document = {
         "kind": "evaluation",
-        "artifact": artifact.root.resolve().name,
-        "manifest_sha256": artifact.manifest.sha256,
-        "schema": artifact.manifest.schema_name,
+        "artifact": root.resolve().name,
+        "manifest_sha256": None if artifact is None else artifact.manifest.sha256,
+        "schema": "as stored" if artifact is None else artifact.manifest.schema_name,
         "source": {"name": source.repo_id or source.name, "revision": source.revision},
         "text": {"name": text_name, "sha256": hashlib.sha256(tokens.raw).hexdigest()},
         "lines_of_calibration": round(shared, 3),
@@ -180,21 +194,52 @@ def compare_on_text(
         "context_length": context_length,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "device": resources.device_name,
-        "num_layers": len(layers_by_stage),
+        "num_layers": len(decoded.layers),
         "transformers_version": transformers.__version__,
         "warnings": warnings,
         **figures,
     }
-    try:
-        write_evaluation(artifact.root, document)
-    except OutputError as error:
-        warnings.append(f"{EVALUATION} cannot be written beside the artifact: {error.found}.")
+    warning = "" if recorder is None else recorder.write(root, document)
+    warnings += [warning] * bool(warning)
+    if artifact is None and (recorder is None or recorder.failure):
+        raise OutputError(
+            "The reference predictions were not written.",
+            where=str(root),
+            found="; ".join(warnings),
+        )
+    if artifact is not None:
+        try:
+            write_evaluation(root, document)
+        except OutputError as error:
+            warnings.append(f"{EVALUATION} cannot be written beside the artifact: {error.found}.")
     return document
+
+
+def _shared_lines(artifact: Artifact | None, tokens: Text) -> float:
+    """Return the share of a text's lines that the calibration's text has, too."""
+    if artifact is None or artifact.manifest.calibration is None:
+        return 0.0
+    return common_lines(artifact.manifest.calibration.lines, tokens.raw.decode())
+
+
+def _warnings_of_text(num_predictions: int, shared: float) -> list[str]:
+    warnings = []
+    if num_predictions < _FEW_PREDICTIONS:
+        warnings.append(
+            f"{plural(num_predictions, 'prediction')} only: the figures are not reliable. Use a text of "
+            "some thousand tokens."
+        )
+    if shared >= _SHARED_LINES:
+        warnings.append(
+            f"About {shared:.0%} of the text's lines are of the calibration's text: its figures are too good. "
+            "Evaluate on a text that the calibration did not read."
+        )
+    return warnings
 
 
 # --- the evaluation that ends a conversion, over a text that its calibration did not read
 
-_NUM_TOKENS = 8192  # at most
+_NUM_TOKENS = 16_384  # at most: 32 sequences for reference predictions
 _FEW_PREDICTIONS = 512
 _LEAST_TOKENS = 512  # of the rest of a calibration's text
 _CONTEXT_LENGTH = 512
@@ -208,9 +253,11 @@ class HeldOut:
     tokens: Text | None = None
     warnings: tuple[str, ...] = ()
 
-    def batches(self, device: torch.device) -> list[torch.Tensor]:
+    def batches(self, source: Source, device: torch.device) -> list[torch.Tensor]:
         """Return the token ids of each pass, [B, T]."""
-        return [] if self.tokens is None else batches_of(self.tokens, _CONTEXT_LENGTH, device)
+        if self.tokens is None:
+            return []
+        return passes_of(self.tokens, _CONTEXT_LENGTH, source, device)
 
 
 def held_out(
@@ -386,6 +433,50 @@ def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, to
 # --- the run
 
 
+class _Decoded:
+    """The artifact's tensors by stage of the model; of a plain checkpoint, without an artifact, there are none.
+
+    layers: stage → converted layer, once the model is known.
+    """
+
+    def __init__(
+        self, artifact: Artifact | None, source: Source, resources: Resources, stack: ExitStack
+    ) -> None:
+        """Check that the artifact is of this source. stack: closes what is opened."""
+        self._artifact, self._source = artifact, source
+        self.layers: dict[str, MoeLayer] = {}
+        self._linear: dict[str, list[LinearGroup]] = {}
+        if artifact is not None:
+            self._converted = _converted_layers(artifact, source)
+            self._read_experts = _artifact_experts(artifact, resources, stack)
+
+    def assign(self, model: StreamedModel) -> list[str]:
+        """Find the stages of a model that load tensors of the artifact, and return warnings."""
+        self._model = model
+        if self._artifact is None:
+            return []
+        self.layers, warnings = _layers_by_stage(model, self._converted)
+        self._linear = _linear_by_stage(model, self._artifact, warnings)
+        return warnings
+
+    @property
+    def stages(self) -> set[str]:
+        """The stages with tensors of the artifact."""
+        return {*self.layers, *self._linear}
+
+    def tensors(self, stage: str) -> dict[str, torch.Tensor]:
+        """Return the artifact's tensors of a stage, as the source stores them."""
+        model, tensors = self._model, dict[str, torch.Tensor]()
+        if stage in self.layers:
+            layer = self.layers[stage]
+            experts = self._read_experts(layer.name)
+            tensors |= stored_tensors(layer, experts, model.dtype, model.device)
+        for group in self._linear.get(stage, ()):
+            assert self._artifact is not None
+            tensors |= _linear_tensors(self._artifact, self._source, group, model)
+        return tensors
+
+
 def _layers_by_stage(
     model: StreamedModel, layers: Mapping[str, MoeLayer]
 ) -> tuple[dict[str, MoeLayer], list[str]]:
@@ -442,16 +533,18 @@ def _linear_tensors(
 
 def _figures(
     reference: Stream,
-    changed: Collection[str],
-    replacements: Callable[[str], dict[str, torch.Tensor]],
+    decoded: _Decoded,
     num_threads: int,
+    context_length: int,
+    recorder: _Recorder | None,
 ) -> dict[str, Any]:
     """Run the source's passes to their ends, and the artifact's beside and behind them, and return the figures.
 
-    changed: stages with tensors of the artifact's own, which replacements returns. Raises RequestError where
+    A longer pass than context_length does not count. recorder: of reference predictions. Raises RequestError where
     transformers cannot run the model.
     """
     model, divergence = reference.model, Divergence()
+    changed = decoded.stages
     num_threads_before = torch.get_num_threads()
     artifact: Stream | None = None
     try:
@@ -462,20 +555,27 @@ def _figures(
             streams = [reference] if reference.stage == stage else []
             streams += [] if stage in changed else [artifact]
             if streams:
-                _run_stage(model, stage, streams)
+                _run_stage(model, stage, streams, None if stage in changed else recorder)
             if stage in changed:
-                _run_stage(model, stage, [artifact], replacements(stage))
+                _run_stage(model, stage, [artifact], recorder, decoded.tensors(stage))
         with running(model.place):
             model.load(model.head)
             logits = zip(reference.logits(), artifact.logits(), reference.batches, strict=True)
             for source_logits, artifact_logits, ids in logits:
-                divergence.add(source_logits, artifact_logits, ids)
+                if ids.size(1) <= context_length:
+                    divergence.add(source_logits, artifact_logits, ids)
+                if recorder is not None:
+                    recorder.add(ids, source=source_logits, artifact=artifact_logits)
                 del source_logits, artifact_logits
+            if recorder is not None:
+                recorder.advance(model.head)
             model.drop(model.head)
         return divergence.figures()
     finally:
         if artifact is not None:
             artifact.stop()
+        if recorder is not None:
+            recorder.stop()
         torch.set_num_threads(num_threads_before)
 
 
@@ -483,13 +583,16 @@ def _run_stage(
     model: StreamedModel,
     stage: str,
     streams: list[Stream],
+    recorder: _Recorder | None,
     tensors: Mapping[str, torch.Tensor] = {},
 ) -> None:
-    """Load a stage, with `tensors` in place of the source's, run streams through it, and drop it."""
+    """Load a stage, with `tensors` in place of the source's, run streams and the recorder through it, and drop it."""
     with running(model.place):
         model.load(stage, tensors)
         for stream in streams:
             stream.advance()
+        if recorder is not None:
+            recorder.advance(stage)
         model.drop(stage)
 
 
@@ -552,3 +655,140 @@ class Divergence:
             "mean_nll": nll,
             "top1_agreement": self._num_equal / count,
         }
+
+
+# --- reference predictions, which a server is compared with
+
+_REFERENCE_LENGTH = 512  # tokens of a sequence, of which a longer one is cut
+_LEAST_SEQUENCES, _MOST_SEQUENCES = 32, 64
+_ROUNDED_TOKENS = 4096  # that are computed in bfloat16, too
+_LONG_TOKENS = 8192  # of the long prompt, at most
+
+
+def passes_of(
+    text: Text, context_length: int, source: Source, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the passes of an evaluation [B, T]; a last one that is longer than `context_length` is the long prompt."""
+    batches = batches_of(text, context_length, device)
+    positions = text_config(source.config).get("max_position_embeddings")
+    longest = min(_LONG_TOKENS, positions if isinstance(positions, int) else _LONG_TOKENS)
+    ids = [*text.start, *text.ids][:longest]
+    if len(ids) >= 2 * context_length:
+        batches.append(torch.tensor([ids], device=device))
+    return batches
+
+
+def _passes_in_memory(
+    model: StreamedModel,
+    batches: Sequence[torch.Tensor],
+    context_length: int,
+    limit: int,
+    warnings: list[str],
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+    """Return the passes of an evaluation, and those to repeat in bfloat16: without what does not fit into memory."""
+    texts = [ids for ids in batches if ids.size(1) <= context_length]
+    reason = "it needs --compute-dtype float32"
+    if model.dtype == torch.float32:
+        whole = [ids for ids in texts if ids.size(1) == texts[0].size(1)]
+        rounded = whole[: math.ceil(_ROUNDED_TOKENS / texts[0].numel())]
+        for passes in (batches, texts):
+            streams = [passes, passes, rounded]
+            if model.needed_bytes(streams, comparison_bytes=_COMPARISON_BYTES) <= limit:
+                return passes, rounded
+        reason = "memory is short for its run in bfloat16"
+    warnings.append(f"No {REFERENCE} is written: {reason}.")
+    return texts, []
+
+
+class _Recorder:
+    """Records predictions of source and artifact, and those of the artifact once more in bfloat16.
+
+    failure: the reason why there are none; an evaluation does not fail with them.
+    """
+
+    def __init__(self, model: StreamedModel, rounded: Sequence[torch.Tensor]) -> None:
+        """Start the passes in bfloat16. rounded: their token ids [B, T]."""
+        self._model, self.failure = model, ""
+        self._length = rounded[0].size(1)
+        self._found: dict[str, list[torch.Tensor]] = {}
+        with running(model.place):
+            self._rounded = Stream(model, rounded)
+
+    def advance(self, stage: str) -> None:
+        """Run the passes in bfloat16 through a loaded stage; through the head to their ends."""
+        if self.failure:
+            return
+        try:
+            with running(self._model.place):
+                self._model.narrow(stage, torch.bfloat16)
+                if stage != self._model.head:
+                    self._rounded.advance()
+                    return
+                each = zip(self._rounded.logits(), self._rounded.batches, strict=True)
+                for logits, ids in each:
+                    self._record("bfloat16", logits, ids)
+        except RequestError as error:
+            self.failure = error.found or error.what
+
+    def stop(self) -> None:
+        """End all passes."""
+        self._rounded.stop()
+
+    def add(self, ids: torch.Tensor, **logits: torch.Tensor) -> None:
+        """Add a pass: token ids [B, T], and the logits [B, T, V] of each model."""
+        if ids.size(1) < self._length:
+            return  # the rest of the text
+        self._append("token_ids", ids, ids[:, : self._num_tokens(ids)].int())
+        for model, values in logits.items():
+            self._record(model, values, ids)
+
+    def _num_tokens(self, ids: torch.Tensor) -> int:
+        return ids.size(1) if ids.size(1) > self._length else min(self._length, _REFERENCE_LENGTH)
+
+    def _append(self, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
+        prefix = LONG if ids.size(1) > self._length else ""
+        self._found.setdefault(prefix + name, []).append(values.cpu())
+
+    def _record(self, model: str, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        size = self._num_tokens(ids) - 1
+        following = ids[:, 1 : size + 1, None].to(logits.device)
+        num_rows = max(1, _NUM_VALUES // logits[0, 0].numel())
+        found = []
+        for number, sequence in enumerate(logits[:, :size]):
+            for begin in range(0, size, num_rows):
+                values = sequence[begin : begin + num_rows].float().log_softmax(-1)
+                labels = following[number, begin : begin + num_rows]
+                top = values.topk(num_top(values.size(-1)))
+                found.append((values.gather(-1, labels), top.indices.int(), top.values))
+        names = ("log_probabilities", "top_ids", "top_log_probabilities")
+        for name, tensors in zip(names, zip(*found, strict=True), strict=True):
+            shape = (len(ids), size, -1) if name.startswith("top") else (len(ids), size)
+            self._append(f"{model}.{name}", ids, torch.cat(tensors).view(shape))
+
+    def write(self, root: Path, evaluation: Mapping[str, Any]) -> str:
+        """Write the file beside an artifact, or into a plain checkpoint. Returns a warning, or ""."""
+        if self.failure:
+            return f"No {REFERENCE} is written: {self.failure}."
+        digest = evaluation["manifest_sha256"]
+        metadata = {
+            DIGEST: digest or checkpoint_digest(root),
+            "digest_of": MANIFEST if digest else "config.json, and the index or the headers",
+            "text_sha256": evaluation["text"]["sha256"],
+            **{name: evaluation[name] for name in ("compute_dtype", "transformers_version")},
+            "torch_version": torch.__version__,
+            "hqconv_version": __version__,
+        }
+        tensors = {
+            name: torch.cat(values)[:_MOST_SEQUENCES].numpy()
+            for name, values in self._found.items()
+        }
+        try:
+            ReferencePredictions(tensors, metadata).write(root)
+        except OutputError as error:
+            self.failure = f"{REFERENCE} cannot be written beside the artifact: {error.found}."
+            return self.failure
+        num_sequences = len(tensors["token_ids"])
+        if num_sequences < _LEAST_SEQUENCES and evaluation["num_predictions"] >= _FEW_PREDICTIONS:
+            size = f"{plural(num_sequences, 'sequence')} of {self._length} tokens"
+            return f"{REFERENCE} has {size} only: {_LEAST_SEQUENCES} are better."
+        return ""

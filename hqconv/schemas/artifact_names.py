@@ -24,8 +24,11 @@ SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no man
 EVALUATION = (
     "evaluation.json"  # the last evaluation; it names the digest of the manifest that it is of
 )
+REFERENCE = (
+    "reference.safetensors"  # predictions that a server is compared with; it names the same digest
+)
 # Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
-COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION)
+COMPANIONS = (*(".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION), REFERENCE)
 # The only weights file for transformers, as config.json names it; no artifact has a file of this name.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"

@@ -61,8 +61,9 @@ QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
 RTN, MSE = QUANTIZERS  # round-to-nearest, and scales searched for the least squared error
 GPTQ = "gptq"  # codes and scales by the error of outputs, in manifests; the option --calibrate asks for it
 BUILTIN = "builtin"  # value of --calibrate: the text that hqconv ships
-CheckName = Literal["files", "weights", "kernel"]
+CheckName = Literal["files", "weights", "kernel", "server"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
+SERVER = CHECKS[-1]  # which runs where a server is named, alone if no other is
 _MOST = 1 << 40  # of any number: a larger one is a mistake
 ENCODING_KEYS = (
     "round_scales",

@@ -15,6 +15,7 @@ import torch
 
 from hqconv.artifact.error_summary import over_limit
 from hqconv.artifact.reader import Artifact
+from hqconv.artifact.reference_predictions import checkpoint_digest, read_reference, reference_path
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.stages import Meter, Progress
@@ -28,15 +29,23 @@ from hqconv.errors import (
     plural,
 )
 from hqconv.io.file_access import sha256_of
-from hqconv.io.hub import Listing
+from hqconv.io.hub import Listing, fetch_file
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks, refuse_unknown_layers
+from hqconv.schemas.input_schema import A16, LayerSpec
+from hqconv.schemas.options import (
+    CHECKS,
+    GPTQ,
+    SERVER,
+    refuse_unknown_checks,
+    refuse_unknown_layers,
+)
+from hqconv.schemas.untrusted_files import read_json
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
 from hqconv.verification.result import ERRORS_OF_WEIGHTS, MAX_ERROR, CheckResult, VerificationReport
+from hqconv.verification.server import ServerOptions, check_server
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights, consistent_layers, layer_bytes
 
@@ -85,6 +94,7 @@ class VerifyOptions:
     num_threads: int
     max_memory_bytes: int
     source: str | None  # name of the source in the report
+    server: ServerOptions | None = None  # to check; with it `checks` are what runs beside it
     max_error: float | None = None  # of a projection; None for any
     cache: CachePolicy = field(default_factory=CachePolicy)  # for the shards of a source on the Hub
     progress: Callable[[str, Progress], None] | None = (
@@ -103,9 +113,12 @@ def verify(
     instead.
     """
     _check_options(options)
-    asked = CHECKS if options.checks is None else options.checks
+    asked = _asked_checks(options)
     report = VerificationReport(root if listing is None else Path(listing.repo_id), options.source)
     report.commit = None if listing is None else listing.commit
+    if asked == (SERVER,) and listing is None and not (root / names.MANIFEST).is_file():
+        _timed(report, SERVER, partial(_server_of_checkpoint, root, options))
+        return report
     try:
         opened = Artifact(root, listing)
     except VerificationError as error:  # no manifest that any check could rely on
@@ -125,14 +138,11 @@ def verify(
                 ),
                 "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, kernels),
+                SERVER: lambda: _server(artifact, options),
             }
             for check in CHECKS:
                 if check in asked:
-                    started = time.monotonic()
-                    _LOG.info("Check %s of %s begins.", check, report.root)
-                    report.results.append(_run(check, runs[check]))
-                    report.seconds[check] = time.monotonic() - started
-                    _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
+                    _timed(report, check, runs[check])
         if (
             CHECKS[0] not in asked and artifact.manifest.alteration is not None
         ):  # every check relies on the manifest
@@ -144,6 +154,51 @@ def verify(
             limit = options.max_error
             report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
+
+
+def _asked_checks(options: VerifyOptions) -> tuple[str, ...]:
+    """Return the checks to run: those that are named, and the server's where a server is."""
+    if options.server is not None:
+        return (*(check for check in options.checks or () if check != SERVER), SERVER)
+    if options.checks is None:
+        return CHECKS[:-1]
+    if SERVER in options.checks:
+        raise RequestError(
+            "The check of a server needs its address.",
+            where="--checks server",
+            remedy="Name it with --server http://host:port.",
+        )
+    return options.checks
+
+
+def _timed(report: VerificationReport, check: str, run: Callable[[], CheckResult]) -> None:
+    """Run a check, and add its result and its time to the report."""
+    started = time.monotonic()
+    _LOG.info("Check %s of %s begins.", check, report.root)
+    report.results.append(_run(check, run))
+    report.seconds[check] = time.monotonic() - started
+    _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
+
+
+def _server(artifact: Artifact, options: VerifyOptions) -> CheckResult:
+    """Run the check of the server of an artifact."""
+    assert options.server is not None
+    path, listing = artifact.root / names.REFERENCE, artifact.listing
+    if listing is not None and names.REFERENCE in listing.sizes:
+        path = fetch_file(listing.repo_id, listing.commit, names.REFERENCE)
+    reference = read_reference(path, artifact.manifest.sha256)
+    is_quantized = any(spec.inputs != A16 for spec in artifact.spec.kernel_specs)
+    return check_server(reference, options.server, has_quantized_inputs=is_quantized)
+
+
+def _server_of_checkpoint(root: Path, options: VerifyOptions) -> CheckResult:
+    """Run the check of the server of a plain checkpoint; one that is quantized may have quantized activations."""
+    assert options.server is not None
+    path = reference_path(root)
+    is_there = path.is_file() and (root / names.CONFIG).is_file()
+    reference = read_reference(path, checkpoint_digest(root) if is_there else "")
+    is_quantized = is_there and "quantization_config" in read_json(root / names.CONFIG)
+    return check_server(reference, options.server, has_quantized_inputs=is_quantized)
 
 
 def _check_unchanged(artifact: Artifact) -> CheckResult:

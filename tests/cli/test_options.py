@@ -27,12 +27,13 @@ COMMANDS = {
     "convert": f"SRC --out/-o --revision {CONVERTED} {LIMITS} --part --resume --overwrite --update --dry-run --profile "
     f"{WORK} {HUB}",
     "allocate": f"SRC --out/-o --size --bits --candidates --revision {ALLOCATED} {WORK}",
-    "verify": f"OUT --source --revision --checks --layers --tokens=1,17,256 --max-error --report {WORK} {HUB}",
+    "verify": "OUT --source --revision --checks --layers --tokens=1,17,256 --max-error --server --model --report "
+    f"{WORK} {HUB}",
     "report": "OUT --out/-o",
     "warm": "OUT --gpu --tp=1 --ep=1 --quantization --moe-backend --kernels --jobs",
     "push": "OUT ORG/NAME --private --branch=main",
     "publish": f"SRC ORG/NAME --out/-o --revision {CONVERTED} {LIMITS} --checks --private --branch=main {WORK} {HUB}",
-    "evaluate": "OUT --source --text --tokens=16384 --context=512 --compute-dtype=float32 --revision "
+    "evaluate": "OUT --source --write-reference --text --tokens=16384 --context=512 --compute-dtype=float32 --revision "
     f"{WORK}",
     "check": f"CKPT --against --layers --sample=all --revision {HUB} --max-memory=4GiB --threads",
     "inspect": "SRC|OUT --revision",
@@ -59,4 +60,4 @@ def test_commands_options_and_defaults() -> None:
         )
         assert all(param.help for param in params)
     required = [param.name for param in group.commands["evaluate"].params if param.required]
-    assert required == ["out", "source", "text"]
+    assert required == ["out", "text"]

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from huggingface_hub import snapshot_download
+from safetensors.numpy import save_file
 
 from hqconv.api import push
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.model_card import write_evaluation
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
+from hqconv.schemas.artifact_names import REFERENCE
 from hqconv.schemas.grid import Grid
 from tests.make import command, hub_server
 from tests.make.conversions import assert_verified, evaluation_of, run
@@ -124,6 +127,14 @@ def test_an_evaluation_of_the_artifact_is_pushed(out: Path, hub: UploadHub) -> N
     assert there(hub) == files_of(out)
     write_evaluation(out, evaluation_of("0" * 64))
     assert push(out, REPO).num_files == 0
+
+
+def test_reference_predictions_of_the_artifact_are_pushed(out: Path, hub: UploadHub) -> None:
+    push(out, REPO)
+    for digest, is_pushed in ((read_manifest(out).sha256, True), ("0" * 64, False)):
+        save_file({"token_ids": np.zeros(1)}, out / REFERENCE, {"weights_sha256": digest})
+        assert bool(push(out, REPO).num_files) == is_pushed
+        assert (there(hub) == files_of(out)) == is_pushed
 
 
 def test_files_of_others(example: Path, out: Path, hub: UploadHub) -> None:

@@ -431,6 +431,7 @@ def test_the_figures_lie_beside_the_artifact(own: tuple[Path, Path, Path], tmp_p
     again = hqconv.evaluate(out, src, text, context_length=5, **CPU)
     assert read_evaluation(out, read_manifest(out)) == again != found
     (out / "evaluation.json").unlink()
+    (out / "reference.safetensors").unlink()
     assert snapshot(out) == before
 
 
