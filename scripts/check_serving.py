@@ -6,11 +6,14 @@
     python scripts/check_serving.py model DIR --calibrate TEXT --text TEXT       a real model: perplexity, answer, speed
     python scripts/check_serving.py reload [--schemas …]                         new weights in place, as in RL
     python scripts/check_serving.py starts                                       with and without `hqconv warm`
+    python scripts/check_serving.py server DIR --text TEXT [--cases planted]     verify --server, and planted faults
 
-`layouts` and `eplb` of several ranks run with VLLM_BATCH_INVARIANT=1: else sums are added in any order. `--inputs fp8`:
-activations of `layouts`. `model` takes a checkpoint of scripts/real_model.py and its two texts. `starts` is for a
-checkpoint that was not made by hqconv. vLLM for a machine without a network: scripts/vllm_archive.py. Every case is a
-line, and a row of `--log FILE.md`. Exit code 1 where a case fails. `--jobs N`: cases at a time.
+`layouts` and `eplb` of several ranks run with VLLM_BATCH_INVARIANT=1: else sums are added in any order. `--inputs
+fp8`: activations of `layouts`. `model` takes a checkpoint of scripts/real_model.py and its two texts, `server` one of
+2,048 positions or more; logs of servers, and each document of `verify`, go to the folder `servers` beside `--log`.
+`starts` is for a checkpoint that was not made by hqconv. vLLM for a machine without a network:
+scripts/vllm_archive.py. Every case is a line, and a row of `--log FILE.md`. Exit code 1 where a case fails. `--jobs
+N`: cases at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ import json
 import math
 import os
 import shlex
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +50,10 @@ from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import resolve_layer_schema
+from hqconv.verification.server import VERDICTS
 from scripts.bench import make_source
 from scripts.check_gpu import REPO, Case, Row, finish, target_here
+from scripts.server_faults import FAULTS
 
 SERVED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
 PROMPT = "The capital of France is"
@@ -539,6 +549,245 @@ def gpu_facts(work: Path) -> Path:
     return path
 
 
+# --- server ------------------------------------------------------------------------------------------------
+
+SERVER_SCHEMAS = "mxfp4,int4-g32-e4m3,int8,nvfp4"
+QUANTIZED_INPUTS = ("mxfp4", "int8")  # schemas that are served with fp8 activations, too
+VERIFY_S = 120.0
+
+
+def server_model(name: str, args: argparse.Namespace, work: Path) -> Path:
+    """Make a model with reference predictions: `source`, or `SCHEMA` or `SCHEMA checkpoint` or `SCHEMA fp8`."""
+    text = [str(args.text), "--tokens", "16384", "-q"]
+    source = work / "source"
+    if not source.exists():
+        shutil.copytree(args.model, source)
+        command("evaluate", str(source), "--write-reference", "--text", *text)
+    if name == "source":
+        return source
+    schema, _, kind = name.partition(" ")
+    out = work / name.replace(" ", "-")
+    if not out.exists():
+        layout = ["--layout", kind] if kind == "checkpoint" else ["--tp", str(args.tp)]
+        inputs = ["--input-schema", kind] if kind == "fp8" else []
+        options = ["--schema", schema, "--target", target_here().name, "-q"]
+        command(
+            "convert", str(source), "-o", str(out), *options, *layout, *inputs, "--allow-unserved"
+        )
+        command("evaluate", str(out), "--source", str(source), "--text", *text)
+    return out
+
+
+@contextmanager
+def api_server(
+    model: Path, log: Path, args: argparse.Namespace, words: Sequence[str], **variables: str
+) -> Iterator[str]:
+    """Start vLLM's API server on a model; yield its address once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", **variables}
+    started = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    started += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "served"]
+    started += [
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "64",
+        "--kv-cache-memory-bytes",
+        str(1 << 30),
+    ]
+    started += ["--gpu-memory-utilization", "0.1", "--tensor-parallel-size", str(args.tp), *words]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            started, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            end = time.monotonic() + START_S
+            while not answers(url):
+                lines = log.read_text(errors="replace").splitlines()
+                errors = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+                assert process.poll() is None, f"the server ended: {errors}"
+                assert time.monotonic() < end, f"no answer in {START_S} s: {errors}"
+                time.sleep(0.5)
+            yield url
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a server lists its models."""
+    with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def server_verdict(title: str, out: Path, url: str, log: Path) -> tuple[str, str]:
+    """Run `hqconv verify --server`; the verdict, "" for none, and the figures. The document goes to a file."""
+    words = [sys.executable, "-m", "hqconv", "verify", str(out), "--server", url, "--json", "-q"]
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        words,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=VERIFY_S,
+        check=False,
+    )
+    assert done.returncode in (0, 1), f"{title}: exit code {done.returncode}: {done.stderr[-400:]}"
+    check = json.loads(done.stdout)["checks"]["server"]
+    with (log / "documents.jsonl").open("a") as file:
+        file.write(json.dumps({"title": title, **check}) + "\n")
+    figures = [f"{check['seconds']:.0f} s"]
+    for name, one in check["measured"].items():
+        mark = "" if one["status"] != "fail" else "!"
+        if name == "identity":
+            figures.append(f"{mark}identity {one['beta']:.2f} {one['whose']}")
+        else:
+            ratios = one["mean"] / one["noise_mean"], one["p999"] / one["noise_p999"]
+            figures.append(f"{mark}{name} {ratios[0]:.2f} {ratios[1]:.2f}")
+    sentence = check["findings"][0]["what"] if check["findings"] else ""
+    verdicts = {text: name for name, text in VERDICTS.items()}
+    return verdicts.get(sentence, sentence), ", ".join(figures)
+
+
+def server_starts(args: argparse.Namespace) -> list[tuple[str, list[str], dict[str, str]]]:
+    """Model, options and variables of each healthy server."""
+    eager, graphs = ["--enforce-eager"], ["--compilation-config", json.dumps(GRAPHS)]
+    invariant = {"VLLM_BATCH_INVARIANT": "1"}
+    schemas = (args.schemas or SERVER_SCHEMAS).split(",")
+    models = ["source", *schemas]
+    models += [
+        f"{schema} checkpoint"
+        for schema in schemas
+        if not ENGINE.checkpoint_layout_obstacle(resolve_layer_schema(schema).each[0], "bfloat16")
+    ]
+    models += [f"{schema} fp8" for schema in schemas if schema in QUANTIZED_INPUTS]
+    return [
+        (model, mode, variables)
+        for model in models
+        for mode in (eager, graphs)
+        for variables in ({}, invariant)
+    ]
+
+
+def server_healthy(args: argparse.Namespace, work: Path) -> list[str]:
+    """Check healthy servers, none of which may be found wrong; and each with another model's reference."""
+    log = server_log(args, work)
+    starts = server_starts(args)
+    folders: dict[str, Path] = {"source": server_model("source", args, work)}
+
+    def make(name: str) -> None:
+        try:
+            folders[name] = server_model(name, args, work)
+        except AssertionError as error:
+            print(f"not made: {name}: {error}", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(make, dict.fromkeys(model for model, *_ in starts)))
+
+    def check(start: tuple[str, list[str], dict[str, str]]) -> tuple[str, str]:
+        model, mode, variables = start
+        title = f"{model}, {'eager' if len(mode) == 1 else 'graphs'}{', invariant' if variables else ''}"
+        path = log / f"{title.replace(', ', '-').replace(' ', '-')}.log"
+        outcome = "not made"
+        if model in folders:
+            try:
+                with api_server(folders[model], path, args, mode, **variables) as url:
+                    verdict, figures = server_verdict(title, folders[model], url, log)
+                    outcome = "false alarm" if verdict else "right"
+                    print(f"{outcome}: {title}: {verdict} {figures}", flush=True)
+                    if len(mode) == 1 and not variables and " " not in model:
+                        outcome = " ".join([outcome, *crossed(model, folders, url, log)])
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                outcome = "not started"
+                print(f"{outcome}: {title}: {error}", flush=True)
+        return title, outcome
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(check, starts))
+    alarms = [title for title, outcome in found if outcome.startswith("false")]
+    mistaken = [title for title, outcome in found if "mistaken" in outcome]
+    num_right = sum(outcome.startswith("right") for _, outcome in found)
+    assert not alarms, f"false alarms {alarms}"
+    assert not mistaken, f"other weights were not found: {mistaken}"
+    assert num_right, "no server started"
+    return [f"{num_right} of {len(found)} starts right, no false alarm"]
+
+
+def crossed(served: str, folders: Mapping[str, Path], url: str, log: Path) -> list[str]:
+    """Compare a server with the references of the other models: the source's weights, another quantization."""
+    mistaken = []
+    for name, out in folders.items():
+        if " " in name or name in (served, "source"):
+            continue
+        title = f"{served} in place of {name}"
+        verdict, figures = server_verdict(title, out, url, log)
+        expected = ("source",) if served == "source" else ("source", "another quantization")
+        outcome = "found" if verdict in expected else "mistaken"
+        print(f"{outcome}: {title}: {verdict or 'nothing'}; {figures}", flush=True)
+        mistaken += [] if verdict or "unknown" in figures else [f"mistaken for {name}"]
+    return mistaken
+
+
+def server_planted(args: argparse.Namespace, work: Path) -> list[str]:
+    """Plant faults in a running engine, one after the other; and one start with a KV cache in fp8."""
+    log = server_log(args, work)
+    model = (args.schemas or "int4-g32-e4m3").split(",")[0]
+    out = server_model(model, args, work)
+    words = ["--enforce-eager", "--worker-extension-cls", "scripts.server_faults.Faults"]
+    rows: list[tuple[str, str, str, str]] = []
+
+    def row(name: str, expected: Sequence[str], verdict: str, figures: str) -> None:
+        outcome = "named" if verdict in expected else "found" if verdict else "MISSED"
+        rows.append((outcome, name, verdict or "nothing", figures))
+        print(f"{outcome}: {name}: {verdict or 'nothing'}; {figures}", flush=True)
+
+    with api_server(out, log / "planted.log", args, words) as url:
+        for name, expected in FAULTS.items():
+            try:
+                remote(url, "plant_fault", name)
+                row(name, expected, *server_verdict(name, out, url, log))
+            except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+                rows.append(("ERROR", name, "", str(error)))
+                print(f"ERROR: {name}: {error}", flush=True)
+            remote(url, "undo_fault")
+        verdict, figures = server_verdict("undone", out, url, log)
+        print(f"after all: {verdict or 'right'}; {figures}", flush=True)
+        assert not verdict, "the faults were not undone"
+    with api_server(
+        out, log / "kv-fp8.log", args, ["--enforce-eager", "--kv-cache-dtype", "fp8"]
+    ) as url:
+        name = "KV cache of fp8 without scales"
+        row(name, ("weights", "larger"), *server_verdict(name, out, url, log))
+    num_found = sum(outcome in ("named", "found") for outcome, *_ in rows)
+    num_named = sum(outcome == "named" for outcome, *_ in rows)
+    assert num_found >= 0.95 * len(rows), [
+        name for outcome, name, *_ in rows if outcome in ("MISSED", "ERROR")
+    ]
+    return [f"{num_found} of {len(rows)} found, {num_named} named by their condition"]
+
+
+def remote(url: str, method: str, *arguments: str) -> None:
+    """Call a method of the workers."""
+    body = json.dumps({"method": method, "args": arguments, "timeout": 60}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
+    with urllib.request.urlopen(request, timeout=90) as answer:
+        answer.read()
+
+
+def server_log(args: argparse.Namespace, work: Path) -> Path:
+    """The folder of logs and documents."""
+    log = (args.log.parent if args.log else work) / "servers"
+    log.mkdir(parents=True, exist_ok=True)
+    return log
+
+
 # --- the command -------------------------------------------------------------------------------------------
 
 
@@ -558,6 +807,12 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
         }
     if args.what == "reload":
         return {(s,): partial(reload, s) for s in (args.schemas or "mxfp4").split(",")}
+    if args.what == "server":
+        cases: dict[str, Case] = {
+            "healthy": partial(server_healthy, args),
+            "planted": partial(server_planted, args),
+        }
+        return {(name,): case for name, case in cases.items() if args.cases in (name, "all")}
     if args.what == "model":
         return {("model",): partial(real_model, args)}
     return {("compressed-tensors int4-g128",): starts}
@@ -568,7 +823,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("layouts", "dense", "eplb", "model", "reload", "starts"))
+    whats = ("layouts", "dense", "eplb", "model", "reload", "starts", "server")
+    parser.add_argument("what", choices=whats)
+    parser.add_argument("--cases", choices=("all", "healthy", "planted"), default="all")
     parser.add_argument("model", type=Path, nargs="?", help="folder of the real model")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--text", type=Path)
@@ -582,9 +839,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.tp > 1 and args.what in ("layouts", "eplb"):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if args.what == "model" and not (args.model and args.text):
-        parser.error("`model` needs the model's folder and --text")
-    finish(args.what, cases_of(args), args)
+    if args.what in ("model", "server") and not (args.model and args.text):
+        parser.error(f"`{args.what}` needs the model's folder and --text")
+    cases = cases_of(args)
+    if args.what == "server":  # its jobs are servers
+        args = argparse.Namespace(**{**vars(args), "jobs": 1})
+    finish(args.what, cases, args)
 
 
 if __name__ == "__main__":
