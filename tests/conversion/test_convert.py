@@ -10,7 +10,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
-from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts
@@ -503,23 +501,6 @@ def test_shards_and_order_of_the_source_change_no_expert(model: ModelOf, tmp_pat
         results.append({k: v for k, v in snapshot(out).items() if k.startswith("experts/")})
     assert len(results[0]) == 8
     assert results[0] == results[1]
-
-
-def test_every_group_is_reported_and_every_byte_counted(model: ModelOf, tmp_path: Path) -> None:
-    src, told = model("olmoe"), list[Progress]()
-    run(src, tmp_path / "out", "mxfp4", threads=1, progress=told.append)
-    total = sum(t.nbytes for t in load_all(src).values())
-    assert {one.total_bytes for one in told} == {total}
-    assert {(one.num_units, one.resumed_bytes) for one in told} == {(3, 0)}
-    assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
-    assert (told[-1].done_bytes, told[-1].num_units_done) == (total, 3)
-    finished = [
-        one.unit for before, one in pairwise(told) if one.num_units_done > before.num_units_done
-    ]
-    assert sorted(finished) == [
-        *(f"model.layers.{i}.mlp.experts" for i in range(2)),
-        "model.safetensors",
-    ]
 
 
 # --- refusals while converting -----------------------------------------------------------------------------

@@ -19,9 +19,8 @@ import safetensors
 
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import OutputError
-from hqconv.io import durable_files, file_access
+from hqconv.io import durable_files
 from hqconv.io.durable_files import FileRecord, check_space, write_whole
-from hqconv.io.file_access import sha256_of
 from hqconv.planning.output_units import OutFile, build_file
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.conversions import finished
@@ -175,15 +174,6 @@ def test_a_small_file_is_old_or_new_never_half(
     )
     assert path.read_bytes() == b"new and longer"
     assert names(tmp_path) == ["sub/config.json"]
-
-
-def test_sha256_of_a_file_larger_than_its_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = random.Random(0).randbytes(10_001)
-    (tmp_path / "x").write_bytes(data)
-    monkeypatch.setattr(file_access, "_CHUNK_BYTES", 1 << 10)
-    assert sha256_of(tmp_path / "x") == hashlib.sha256(data).hexdigest()
 
 
 # --- space and permissions ---------------------------------------------------------------------------------

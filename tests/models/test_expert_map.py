@@ -437,35 +437,6 @@ def test_every_layer_of_experts_has_a_router() -> None:
     assert len(map_experts(alone, config).layers) == 3
 
 
-def test_layers_are_in_number_order_and_mtp_last() -> None:
-    tensors: Tensors = {}
-    for layer in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
-        put_layer(tensors, QWEN, f"{layer}.experts")
-    found = map_experts(tensors, config_of(QWEN, "qwen3_next"))
-    assert [(b.index, b.name.split(".mlp")[0]) for b in found.layers] == [
-        (9, "model.layers.9"),
-        (10, "model.layers.10"),
-        (12, "mtp.layers.0"),
-    ]
-
-
-def test_text_config_is_used() -> None:
-    tensors: Tensors = {}
-    family = BY_MODEL_TYPE["deepseek_v3"]
-    put_layer(tensors, family, "language_model.model.layers.1.mlp.experts")
-    put(tensors, "vision_tower.patch_embed.weight", 8, 3, 2, 2)
-    found = map_experts(
-        tensors, {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
-    )
-    assert found.chosen_because.startswith("model_type deepseek_v3")
-    assert found.layers[0].top_k == TOP_K
-    assert found.copied == ("vision_tower.patch_embed.weight",)
-    nested = {"model_type": "qwen3_5_moe", "text_config": config_of(QWEN, "qwen3_5_moe_text")}
-    tensors = {}
-    put_layer(tensors, QWEN, "model.language_model.layers.0.mlp.experts")
-    assert map_experts(tensors, nested).chosen_because.startswith("model_type qwen3_5_moe;")
-
-
 def test_architectures_that_are_no_names_are_passed_over() -> None:
     tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
     del config["model_type"]
