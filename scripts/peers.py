@@ -182,8 +182,7 @@ def main() -> None:
     two.add_argument("outs", type=Path, nargs="+")
     for each, call, count in ((one, quantize, NUM_TOKENS), (two, evaluate, NUM_HELD_OUT)):
         each.add_argument("--text", type=Path, required=True)
-        each.add_argument("--tokens", type=int, default=count)
-        each.set_defaults(call=call)
+        each.set_defaults(call=call, tokens=count)
     args = parser.parse_args()
     args.call(args)
 

