@@ -1,12 +1,12 @@
 """Measure conversions, verifications, loads and starts, of this checkout alone or in turn with another one.
 
     python scripts/bench.py convert|verify|load [--sizes 2,8] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--runs 3]
-                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER] [--cold]
+                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER]
                             [--set quantizer=mse] [--set tp=2]
     python scripts/bench.py start [--against OTHER_CHECKOUT] [--runs 5]
 
-The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the page cache, or
-dropped from it with `--cold`. Each run is a process of its own; after one uncounted round the checkouts take turns. One
+The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the
+page cache. Each run is a process of its own; after one uncounted round the checkouts take turns. One
 JSON line for each case: medians in seconds of the whole process (`whole_s`), of the call in it with its imports
 (`call_s`) and of the executor's stages (`stages_s`), processor time (`cpu_s`, which other work on the machine changes
 least), GB/s of the source's bytes, and memory. With `--against`, `ratio` is the median over the rounds of OTHER's
@@ -193,7 +193,7 @@ def rounds(
         for name in list(outs)[:: 1 if number % 2 else -1]:
             if what == "convert":
                 shutil.rmtree(outs[name], ignore_errors=True)
-            set_cache(outs[name] / "experts" if what == "load" else source, args)
+            fill_cache(outs[name] / "experts" if what == "load" else source)
             found = measure(what, args.checkouts[name], source, outs[name], options)
             if number:
                 runs[name].append(found)
@@ -303,15 +303,9 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
-def set_cache(folder: Path, args: argparse.Namespace) -> None:
-    """Read a folder's files into the page cache, or drop them from it."""
-    if not args.cold:
-        subprocess.check_call(["cat", *weight_files(folder)], stdout=subprocess.DEVNULL)
-        return
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def fill_cache(folder: Path) -> None:
+    """Read a folder's weight files into the page cache."""
+    subprocess.check_call(["cat", *weight_files(folder)], stdout=subprocess.DEVNULL)
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -333,11 +327,10 @@ def main() -> None:
     parser.add_argument("--schemas", "--schema", default="mxfp4,int4")
     parser.add_argument("--devices", "--device", default="cpu")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--against", type=lambda text: Path(text).resolve(), default=None)
+    parser.add_argument("--against", type=lambda text: Path(text).resolve())
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--work", type=Path)
     args = parser.parse_args()
     args.set = dict(args.set)
     args.checkouts = {"this": REPO} | ({"against": args.against} if args.against else {})

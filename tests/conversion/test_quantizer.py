@@ -8,24 +8,16 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv.artifact.reader import Artifact
 from hqconv.errors import OutputError
 from hqconv.planning.layer_encoding import SEARCH_VERSION
-from hqconv.sources.opening import open_source
-from hqconv.verification.result import CheckResult
 from tests.make.conversions import check, run, run_until
-from tests.make.damage import Damaged, check_both_ways
+from tests.make.damage import Damaged, both_ways
 from tests.make.qwen import write_qwen3_moe
 
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_moe(tmp_path_factory.mktemp("quantizer") / "src", intermediate_size=256)
-
-
-def both_ways(out: Path, source: Path) -> CheckResult:
-    with Artifact(out) as artifact, open_source(source) as opened:
-        return check_both_ways(artifact, opened)
 
 
 def rank_bytes(out: Path) -> dict[str, bytes]:

@@ -20,9 +20,8 @@ from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
 from hqconv.verification import kernel
 from hqconv.verification.reference import Routing, moe_forward
-from hqconv.verification.result import CheckResult
 from tests.make.conversions import assert_verified, manifest, run
-from tests.make.damage import LAYER, check_both_ways
+from tests.make.damage import LAYER, both_ways
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_all
 
@@ -55,11 +54,6 @@ def schema_of(name: str, **words: Any) -> WeightSchema:
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rotation") / "src"
     return write_qwen3_moe(folder, num_layers=1, hidden_size=256, intermediate_size=256)
-
-
-def both_ways(out: Path, source: Path) -> CheckResult:
-    with Artifact(out) as artifact, open_source(source) as opened:
-        return check_both_ways(artifact, opened)
 
 
 def weights_of(src: Path, expert: int) -> dict[str, torch.Tensor]:

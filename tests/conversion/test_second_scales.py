@@ -15,6 +15,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import load_file
 
 LAYER = "model.layers.0.mlp.experts"
 
@@ -24,6 +25,35 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_moe(
         tmp_path_factory.mktemp("second") / "src", num_layers=1, intermediate_size=256
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout"),
+    [
+        ("int4-g32-e4m3", "float16", "kernel"),
+        ("int4-g16-e4m3-row", "bfloat16", "checkpoint"),
+        ("fp4-g32-e4m3", "bfloat16", "kernel"),
+        ("fp8-g32-e5m2", "float16", "checkpoint"),
+        ("fp4-g32-e8m0-row", "float16", "kernel"),
+        ("int8-g32-e8m0-row", "bfloat16", "kernel"),
+    ],
+)
+def test_an_artifact_is_verified_and_its_codes_are_kept(
+    name: str, dtype: str, layout: str, src: Path, tmp_path: Path
+) -> None:
+    """On two ranks; as a source on one: kept directly under the schema's own name, or decoded exactly."""
+    grid = Grid(2) if layout == "kernel" else Grid()
+    run(src, tmp_path / "out", name, grid, dtype=dtype, layout=layout)
+    assert_verified(tmp_path / "out", src)
+    run(tmp_path / "out", tmp_path / "again", "source", dtype=dtype)
+    assert_verified(tmp_path / "again", tmp_path / "out")
+    found = manifest(tmp_path / "again")
+    assert (found["schema_name"], found["blocks"][LAYER]["conversion"]) == (name, "direct")
+    run(src, tmp_path / "one", name, dtype=dtype)
+    rank = f"experts/tp0-ep0/{LAYER}.safetensors"
+    for key, tensor in load_file(tmp_path / "one" / rank).items():
+        other = load_file(tmp_path / "again" / rank)[key]
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), key
 
 
 @pytest.mark.parametrize(("inputs", "tp"), [("fp8", 2), ("fp8-g128", 1), ("int8", 2)])

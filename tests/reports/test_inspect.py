@@ -23,7 +23,7 @@ from tests.make import processes
 from tests.make.command import call
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
-from tests.make.small import GOOD, save
+from tests.make.small import GOOD, E, save
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +202,26 @@ def test_inspect_of_layers_that_differ(tmp_path: Path) -> None:
     assert planned["conversion"] == {"direct": 1, "quantized": 1}
     stdout = succeed("convert", folder, "--schema", "source", "--target", "sm90", "--dry-run")
     assert "1 layer left as in the source" in stdout
+
+
+def test_an_artifact_of_a_quantized_source(tmp_path: Path) -> None:
+    folder, out = save(tmp_path / "src", GOOD["fp8_blocks"][0]()), tmp_path / "out"
+    options = ("--target", "sm90", "-o", out)
+    for schema, conversion, text in (
+        ("int8", "requantized", "requantized from exactly decoded float32 (1 layer)"),
+        ("source", "direct", "direct: codes and scales kept (1 layer)"),
+    ):
+        convert = ("convert", folder, "--schema", schema, *options, "--overwrite")
+        planned = document(*convert, "--dry-run")
+        assert text in succeed(*convert, "--dry-run")
+        succeed(*convert)
+        described = inspect(str(out))
+        assert planned["conversion"] == described["conversion"] == {conversion: 1}
+        assert planned["blocks"] == described["blocks"] == inspect(str(folder))["blocks"]
+        assert (planned["source"]["quant_method"], described["quant_method"]) == ("fp8", "hqconv")
+        is_requantized = conversion == "requantized"
+        assert described["requantized"]["num_matrices"] == (3 * E if is_requantized else 0)
+        assert ("requantized scale groups" in succeed("inspect", out)) == is_requantized
 
 
 def test_inspect_says_why_a_source_cannot_be_converted(tmp_path: Path) -> None:

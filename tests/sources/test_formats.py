@@ -24,6 +24,7 @@ from hqconv.verification.result import CheckResult
 from tests.make import conversions
 from tests.make.formats import FORMATS, KINDS, FormatSpec, Written, write
 from tests.make.layouts import GPT_OSS_QUARK, Block, plain
+from tests.make.qwen import read_tree
 
 ROLES = {"w1": 0, "w3": 1, "w2": 2}
 DIRECT = [name for name, spec in FORMATS.items() if spec.direct]
@@ -75,13 +76,6 @@ def plain_twin(folder: Path, written: Written) -> Path:
         words.pop(key, None)
     (folder / "config.json").write_text(json.dumps(words))
     return folder
-
-
-def expert_files(out: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(out).as_posix(): p.read_bytes()
-        for p in sorted((out / "experts").rglob("*.*"))
-    }
 
 
 def layers(out: Path) -> list[dict[str, Any]]:
@@ -168,7 +162,7 @@ def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_pat
     schema, out, twin = target_of(written), tmp_path / "out", tmp_path / "twin"
     conversions.run(written.folder, out, schema)
     conversions.run(plain_twin(tmp_path / "plain", written), twin, schema)
-    assert expert_files(out) == expert_files(twin)
+    assert read_tree(out / "experts") == read_tree(twin / "experts")
     decoded = {layer: dequantize(out, layer=layer) for layer in written.truth}
     for layer, words in conversions.manifest(out)["blocks"].items():
         is_plain = words["source_format"]["decoder"] == "float"
@@ -187,7 +181,7 @@ def test_floats_of_gate_and_up_in_one_tensor_of_an_expert(tmp_path: Path) -> Non
     out, twin = tmp_path / "out", tmp_path / "twin"
     conversions.run(written.folder, out, "mxfp4", Grid(tp=2))
     conversions.run(plain_twin(tmp_path / "plain", written), twin, "mxfp4", Grid(tp=2))
-    assert expert_files(out) == expert_files(twin)
+    assert read_tree(out / "experts") == read_tree(twin / "experts")
     conversions.assert_verified(out, written.folder)
 
 
