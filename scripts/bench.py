@@ -1,12 +1,12 @@
 """Measure conversions, verifications, loads and starts, of this checkout alone or in turn with another one.
 
     python scripts/bench.py convert|verify|load [--sizes 2,8] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--runs 3]
-                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER] [--cold]
+                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER]
                             [--set quantizer=mse] [--set tp=2]
     python scripts/bench.py start [--against OTHER_CHECKOUT] [--runs 5]
 
-The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the page cache, or
-dropped from it with `--cold`. Each run is a process of its own; after one uncounted round the checkouts take turns. One
+The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the
+page cache. Each run is a process of its own; after one uncounted round the checkouts take turns. One
 JSON line for each case: medians in seconds of the whole process (`whole_s`), of the call in it with its imports
 (`call_s`) and of the executor's stages (`stages_s`), processor time (`cpu_s`, which other work on the machine changes
 least), GB/s of the source's bytes, and memory. With `--against`, `ratio` is the median over the rounds of OTHER's
@@ -31,14 +31,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
-CHUNK_BYTES = 8 << 20
 _CONVERT = "convert SOURCE -o OUT --schema mxfp4 --target sm90"
 STARTS = {
     "help": "--help",
@@ -158,7 +156,7 @@ def case(what: str, source: Path, schema: str, device: str, args: argparse.Names
     """All that is said of one source, schema and device."""
     options = {
         "schema": schema,
-        "target": args.target,
+        "target": "sm90",
         "device": device,
         "threads": args.threads,
         **args.set,
@@ -195,7 +193,7 @@ def rounds(
         for name in list(outs)[:: 1 if number % 2 else -1]:
             if what == "convert":
                 shutil.rmtree(outs[name], ignore_errors=True)
-            set_cache(outs[name] / "experts" if what == "load" else source, args)
+            fill_cache(outs[name] / "experts" if what == "load" else source)
             found = measure(what, args.checkouts[name], source, outs[name], options)
             if number:
                 runs[name].append(found)
@@ -227,13 +225,15 @@ def ratio(runs: dict[str, list[Found]], key: str) -> float | None:
 
 def differing(one: Path, other: Path) -> list[str]:
     """Weight files that the two artifacts do not share, byte for byte, by their manifests."""
-    first, second = (json.loads((out / "hqconv.json").read_text())["files"] for out in (one, other))
-    names = {name for name in first | second if name.endswith(".safetensors")}
-    return sorted(
-        n
-        for n in names
-        if n not in first or n not in second or first[n]["sha256"] != second[n]["sha256"]
+    first, second = (
+        {
+            (name, file["sha256"])
+            for name, file in json.loads((out / "hqconv.json").read_text())["files"].items()
+            if name.endswith(".safetensors")
+        }
+        for out in (one, other)
     )
+    return sorted({name for name, _ in first ^ second})
 
 
 def starts(args: argparse.Namespace) -> Iterator[Found]:
@@ -281,14 +281,16 @@ def make_source(folder: Path, **options: object) -> Path:
 def sized_source(work: Path, size_gb: float) -> Path:
     """A checkpoint of about this size."""
     layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
-    sizes = {
-        "hidden": 2048,
-        "intermediate": 768,
-        "layers": layers,
-        "experts": EXPERTS_PER_LAYER,
-        "vocab": 1024,
-    }
-    return make_source(work / f"source-{size_gb:g}", **sizes, distinct_layers=8, shard_size="4GB")
+    return make_source(
+        work / f"source-{size_gb:g}",
+        hidden=2048,
+        intermediate=768,
+        layers=layers,
+        experts=EXPERTS_PER_LAYER,
+        vocab=1024,
+        distinct_layers=8,
+        shard_size="4GB",
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -301,36 +303,9 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
-def set_cache(folder: Path, args: argparse.Namespace) -> None:
-    """Read a folder's files into the page cache, or drop them from it."""
-    if not args.cold:
-        read_all(folder, args.threads)
-        return
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-# --- what the machine can do -------------------------------------------------------------------------------
-
-
-def read_all(folder: Path, threads: int) -> None:
-    """Read all weight files in parallel, into memory that is used again."""
-    pieces = [
-        (path, at)
-        for path in weight_files(folder)
-        for at in range(0, path.stat().st_size, CHUNK_BYTES * 8)
-    ]
-
-    def read(piece: tuple[Path, int]) -> None:
-        buffer = bytearray(CHUNK_BYTES)
-        with piece[0].open("rb", buffering=0) as file:
-            for offset in range(piece[1], piece[1] + CHUNK_BYTES * 8, CHUNK_BYTES):
-                os.preadv(file.fileno(), [buffer], offset)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, pieces))
+def fill_cache(folder: Path) -> None:
+    """Read a folder's weight files into the page cache."""
+    subprocess.check_call(["cat", *weight_files(folder)], stdout=subprocess.DEVNULL)
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -351,13 +326,11 @@ def main() -> None:
     parser.add_argument("--sizes", "--size", default="2")
     parser.add_argument("--schemas", "--schema", default="mxfp4,int4")
     parser.add_argument("--devices", "--device", default="cpu")
-    parser.add_argument("--target", default="sm90")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--against", type=lambda text: Path(text).resolve(), default=None)
+    parser.add_argument("--against", type=lambda text: Path(text).resolve())
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--work", type=Path)
     args = parser.parse_args()
     args.set = dict(args.set)
     args.checkouts = {"this": REPO} | ({"against": args.against} if args.against else {})

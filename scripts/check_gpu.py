@@ -39,31 +39,14 @@ from hqconv.schemas.weight_schema import PRESETS, resolve_layer_schema
 from scripts.bench import make_source
 from tests.make.formats import FORMATS, write
 from tests.make.layouts import Sizes
+from tests.make.qwen import read_tree
 
 REPO = Path(__file__).resolve().parents[1]
-SCHEMAS = (
-    *PRESETS,
-    *(
-        "int4-g64-zp",
-        "int3-g64",
-        "int4-g128-fpzp",
-        "int7-c",
-        "int8-g128-zp",
-        "int4-c",
-        "int4-g128-zp",
-        "int2",
-        "int5",
-    ),
-    *("int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row"),
-)
-SCHEMA_PAIRS = (
-    "int3-g64+int4-g32-e4m3",
-    "int4-g32-e4m3+mxfp4",
-    "mxfp4+int8",
-    "fp8-block+int4-g64-zp",
-    "int4-g64+fp8",
-)
-DAMAGED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
+AFFINE = "int4-g64-zp int3-g64 int4-g128-fpzp int7-c int8-g128-zp int4-c int4-g128-zp int2 int5"
+SECOND_SCALES = "int4-g32-e4m3 int4-g16-e4m3 int4-g32-e4m3-row fp4-g32-e4m3 fp4-g32-e8m0-row"
+SCHEMAS = [*PRESETS, *AFFINE.split(), *SECOND_SCALES.split()]
+PAIRS = "int3-g64+int4-g32-e4m3 int4-g32-e4m3+mxfp4 mxfp4+int8 fp8-block+int4-g64-zp int4-g64+fp8"
+DAMAGED = "mxfp4 int4 fp8 fp8-block int8 nvfp4 int4-g64-zp"
 ROUND_ROBIN: dict[str, Any] = {
     "tp": 2,
     "ep": 3,
@@ -91,16 +74,9 @@ def target_here() -> GpuTarget:
     return GpuTarget(major * 10 + minor)
 
 
-def files_of(root: Path) -> dict[str, bytes]:
-    """Content of every file of an artifact."""
-    return {
-        str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
-    }
-
-
 def check_equal(one: Path, other: Path) -> None:
     """Raise AssertionError with the first files that differ."""
-    first, second = files_of(one), files_of(other)
+    first, second = read_tree(one), read_tree(other)
     wrong = [name for name in first | second if first.get(name) != second.get(name)]
     assert not wrong, f"{len(wrong)} files differ: {wrong[:3]}"
 
@@ -120,15 +96,16 @@ def check_passed(report: Any) -> None:
 
 def devices(schema: str, dtype: str, work: Path) -> list[str]:
     """Convert on both devices for all grids; every file must be equal, the manifest included."""
-    sizes = {
-        "hidden": 512,
-        "intermediate": 512,
-        "layers": 2,
-        "experts": 5,
-        "top_k": 2,
-        "vocab": 512,
-    }
-    source = make_source(work / "source", **sizes, shard_size="8MB")
+    source = make_source(
+        work / "source",
+        hidden=512,
+        intermediate=512,
+        layers=2,
+        experts=5,
+        top_k=2,
+        vocab=512,
+        shard_size="8MB",
+    )
     for grid in GRIDS:
         outs = [work / "cpu", work / "cuda"]
         for out in outs:
@@ -146,15 +123,16 @@ def kernels(spec: LayerSpec, work: Path) -> list[str]:
     """Convert and verify a pair of schema and activations over all grids; the worst of every figure."""
     worst = dict.fromkeys(FIGURES, 0.0)
     for size, grid in KERNEL_GRIDS:
-        sizes = {
-            "hidden": 1024,
-            "layers": 2,
-            "experts": 8,
-            "top_k": 2,
-            "vocab": 512,
-            "intermediate": size,
-        }
-        source = make_source(work / str(size), **sizes, shard_size="16MB")
+        source = make_source(
+            work / str(size),
+            hidden=1024,
+            intermediate=size,
+            layers=2,
+            experts=8,
+            top_k=2,
+            vocab=512,
+            shard_size="16MB",
+        )
         words: dict[str, Any] = {
             "schema": spec.schema,
             "dtype": spec.param_dtype,
@@ -260,7 +238,7 @@ def verify(schema: str, work: Path) -> list[str]:
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    usual = {"verify": DAMAGED}.get(args.what, (*SCHEMAS, *SCHEMA_PAIRS))
+    usual = DAMAGED.split() if args.what == "verify" else [*SCHEMAS, *PAIRS.split()]
     args.schemas = schemas = args.schemas.split(",") if args.schemas else usual
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
@@ -314,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--log", type=Path, default=None)
+    parser.add_argument("--log", type=Path)
     args = parser.parse_args(arguments)
     cases = cases_of(args)
     finish(args.what, cases, args)

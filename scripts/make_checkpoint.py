@@ -29,10 +29,8 @@ import torch
 
 CHUNK_ELEMENTS = 1 << 22
 NUM_THREADS = min(8, os.cpu_count() or 1)
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 INDEX_NAME = "model.safetensors.index.json"
-GATE_UP_DOWN = "gate_proj up_proj down_proj"
 WORDS = ("<unk>", "<s>", "</s>")
 TOKENIZER = {
     "version": "1.0",
@@ -54,7 +52,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_bias(self) -> bool:
-        """Published as float32 whatever the dtype of the rest is."""
+        """Published as float32; the rest is bfloat16."""
         return self.name.endswith("bias")
 
 
@@ -67,7 +65,6 @@ class Sizes:
     layers: int
     experts: int
     top_k: int
-    shared: int
     vocab: int
     head_dim: int = 64
 
@@ -127,17 +124,17 @@ def latent_attention(prefix: str, s: Sizes) -> Iterator[Tensor]:
     )
 
 
-def mlp(prefix: str, s: Sizes, intermediate: int, names: str = GATE_UP_DOWN) -> Iterator[Tensor]:
+def mlp(prefix: str, s: Sizes, intermediate: int) -> Iterator[Tensor]:
     """One expert, or one dense MLP: gate and up [I, H], down [H, I]."""
     wide, tall = (s.hidden, intermediate), (intermediate, s.hidden)
-    return weights(prefix, **dict(zip(names.split(), (tall, tall, wide), strict=True)))
+    return weights(prefix, gate_proj=tall, up_proj=tall, down_proj=wide)
 
 
-def moe(prefix: str, s: Sizes, **names: str) -> Iterator[Tensor]:
+def moe(prefix: str, s: Sizes) -> Iterator[Tensor]:
     """The router and its experts."""
     yield from weights(prefix, gate=(s.experts, s.hidden))
     for expert in range(s.experts):
-        yield from mlp(f"{prefix}.experts.{expert}", s, s.intermediate, **names)
+        yield from mlp(f"{prefix}.experts.{expert}", s, s.intermediate)
 
 
 def qwen3_moe_layer(prefix: str, s: Sizes, layer: int) -> Iterator[Tensor]:
@@ -148,21 +145,15 @@ def qwen3_moe_layer(prefix: str, s: Sizes, layer: int) -> Iterator[Tensor]:
     yield from moe(f"{prefix}.mlp", s)
 
 
-def mixtral_layer(prefix: str, s: Sizes, layer: int) -> Iterator[Tensor]:
-    """Every layer has experts, under names of their own."""
-    yield from grouped_attention(f"{prefix}.self_attn", s)
-    yield from moe(f"{prefix}.block_sparse_moe", s, names="w1 w3 w2")
-
-
 def deepseek_v3_layer(prefix: str, s: Sizes, layer: int) -> Iterator[Tensor]:
-    """Dense first, then experts with a selection bias and shared experts."""
+    """Dense first, then experts with a selection bias and a shared one."""
     yield from latent_attention(f"{prefix}.self_attn", s)
     if layer < s.num_dense_layers:
         yield from mlp(f"{prefix}.mlp", s, s.dense_intermediate)
         return
     yield from moe(f"{prefix}.mlp", s)
     yield Tensor(f"{prefix}.mlp.gate.e_score_correction_bias", (s.experts,))
-    yield from mlp(f"{prefix}.mlp.shared_experts", s, s.shared * s.intermediate)
+    yield from mlp(f"{prefix}.mlp.shared_experts", s, s.intermediate)
 
 
 class Model(NamedTuple):
@@ -171,7 +162,6 @@ class Model(NamedTuple):
     architecture: str
     layer: Callable[[str, Sizes, int], Iterator[Tensor]]
     config: Callable[[Sizes], dict[str, Any]]
-    has_shared: bool = False
 
 
 MODELS = {
@@ -194,7 +184,7 @@ MODELS = {
             "intermediate_size": s.dense_intermediate,
             "moe_intermediate_size": s.intermediate,
             "n_routed_experts": s.experts,
-            "n_shared_experts": s.shared,
+            "n_shared_experts": 1,
             "first_k_dense_replace": s.num_dense_layers,
             **dict.fromkeys(("n_group", "topk_group"), 1),
             "scoring_func": "sigmoid",
@@ -205,12 +195,6 @@ MODELS = {
             **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 2 * s.head_dim),
             "num_nextn_predict_layers": 0,
         },
-        has_shared=True,
-    ),
-    "mixtral": Model(
-        "MixtralForCausalLM",
-        mixtral_layer,
-        lambda s: s.grouped | {"intermediate_size": s.intermediate, "num_local_experts": s.experts},
     ),
 }
 
@@ -228,7 +212,7 @@ def all_tensors(model_type: str, s: Sizes) -> Iterator[Tensor]:
     yield Tensor("lm_head.weight", (s.vocab, s.hidden))
 
 
-def config_json(model_type: str, s: Sizes, dtype: str) -> dict[str, Any]:
+def config_json(model_type: str, s: Sizes) -> dict[str, Any]:
     """config.json as transformers' AutoConfig reads it."""
     return {
         "architectures": [MODELS[model_type].architecture],
@@ -246,7 +230,7 @@ def config_json(model_type: str, s: Sizes, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "torch_dtype": dtype,
+        "torch_dtype": "bfloat16",
         **MODELS[model_type].config(s),
     }
 
@@ -274,19 +258,18 @@ def values(tensor: Tensor, seed: int) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(random.standard_normal(scale.shape, np.float32) * scale)
 
 
-def stored(tensor: Tensor, dtype: str) -> tuple[str, torch.dtype, int]:
-    """How a tensor is stored: safetensors code, dtype and bytes; a router bias always in float32."""
-    dtype = "float32" if tensor.is_bias else dtype
-    kind: torch.dtype = getattr(torch, dtype)
-    return DTYPES[dtype], kind, math.prod(tensor.shape) * kind.itemsize
+def stored(tensor: Tensor) -> tuple[str, torch.dtype, int]:
+    """How a tensor is stored: safetensors code, dtype and bytes."""
+    code, kind = ("F32", torch.float32) if tensor.is_bias else ("BF16", torch.bfloat16)
+    return code, kind, math.prod(tensor.shape) * kind.itemsize
 
 
-def split(tensors: Iterator[Tensor], dtype: str, shard_bytes: int) -> list[list[Tensor]]:
+def split(tensors: Iterator[Tensor], shard_bytes: int) -> list[list[Tensor]]:
     """Fill shards in order; a tensor larger than a shard gets one of its own."""
     shards: list[list[Tensor]] = [[]]
     filled = 0
     for tensor in tensors:
-        num_bytes = stored(tensor, dtype)[2]
+        num_bytes = stored(tensor)[2]
         if shards[-1] and filled + num_bytes > shard_bytes:
             shards.append([])
             filled = 0
@@ -298,13 +281,13 @@ def split(tensors: Iterator[Tensor], dtype: str, shard_bytes: int) -> list[list[
 class Draw:
     """Tensors' bytes: drawn from a seed, and every so many layers the same again, which are kept in memory."""
 
-    def __init__(self, seed: int, dtype: str, distinct_layers: int | None) -> None:
-        self._seed, self._dtype, self._distinct = seed, dtype, distinct_layers
+    def __init__(self, seed: int, distinct_layers: int | None) -> None:
+        self._seed, self._distinct = seed, distinct_layers
         self._kept: dict[str, list[torch.Tensor]] = {}
 
     def chunks(self, tensor: Tensor) -> Iterable[torch.Tensor]:
         """As it is stored, in chunks of whole rows."""
-        kind = stored(tensor, self._dtype)[1]
+        kind = stored(tensor)[1]
         if self._distinct is None:
             return (chunk.to(kind) for chunk in values(tensor, self._seed))
         name = re.sub(
@@ -329,14 +312,14 @@ def write_tensor(file: int, offset: int, draw: Draw, begin: int, tensor: Tensor)
             view, position = view[count:], position + count
 
 
-def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | None) -> int:
+def write_shard(path: Path, tensors: Sequence[Tensor], draw: Draw | None) -> int:
     """Write one safetensors file, without `draw` a hole for the tensors; returns the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: list[int] = []
     end = 0
     tensors = sorted(tensors, key=lambda t: not t.is_bias)  # float32 first, so that each is aligned
     for tensor in tensors:
-        code, _, num_bytes = stored(tensor, dtype)
+        code, _, num_bytes = stored(tensor)
         begins.append(end)
         end += num_bytes
         header[tensor.name] = {
@@ -356,20 +339,20 @@ def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | 
 
 
 def write_checkpoint(
-    out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None
+    out: Path, model_type: str, s: Sizes, shard_bytes: int, draw: Draw | None
 ) -> int:
     """Write the folder, which gets its name when it is complete; returns the bytes of all tensors."""
     folder = out.with_name(out.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shards = split(all_tensors(model_type, s), dtype, shard_bytes)
+    shards = split(all_tensors(model_type, s), shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [
             f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
         ]
     pairs = list(zip(names, shards, strict=True))
-    total_bytes = sum(write_shard(folder / name, shard, dtype, draw) for name, shard in pairs)
+    total_bytes = sum(write_shard(folder / name, shard, draw) for name, shard in pairs)
     files: dict[str, object] = {
         "tokenizer.json": TOKENIZER,
         "tokenizer_config.json": {
@@ -377,7 +360,7 @@ def write_checkpoint(
             "unk_token": WORDS[0],
         },
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False},
-        "config.json": config_json(model_type, s, dtype),
+        "config.json": config_json(model_type, s),
     }
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in pairs for tensor in shard}
@@ -389,18 +372,8 @@ def write_checkpoint(
 
 
 def size_bytes(text: str) -> int:
-    """Bytes from `100MB` or `4GiB`."""
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    if not match or match[2].upper() not in UNITS or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 100MB or 4GiB")
-    return int(match[1]) * UNITS[match[2].upper()]
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
-    return int(text)
+    """Bytes from `100MB`."""
+    return int(text[:-2]) * UNITS[text[-2:]]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -413,30 +386,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model-type", choices=MODELS, default="qwen3_moe", help="whose names and config"
     )
-    parser.add_argument("--hidden", type=positive, default=1024, help="hidden size")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size")
     parser.add_argument(
-        "--intermediate", type=positive, default=768, help="intermediate size of one expert"
+        "--intermediate", type=int, default=768, help="intermediate size of one expert"
     )
-    parser.add_argument("--layers", type=positive, default=4, help="decoder layers")
-    parser.add_argument("--experts", type=positive, default=16, help="experts in each layer")
-    parser.add_argument("--top-k", type=positive, default=4, help="experts per token")
-    parser.add_argument(
-        "--shared", type=positive, help="shared experts (deepseek_v3 only; 1 if not given)"
-    )
-    parser.add_argument("--head-dim", type=positive, default=64, help="of hidden size / 64 heads")
-    parser.add_argument("--vocab", type=positive, default=2048, help="vocabulary size")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of every weight")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--experts", type=int, default=16, help="experts in each layer")
+    parser.add_argument("--top-k", type=int, default=4, help="experts per token")
+    parser.add_argument("--head-dim", type=int, default=64, help="of hidden size / 64 heads")
+    parser.add_argument("--vocab", type=int, default=2048, help="vocabulary size")
     parser.add_argument("--shard-size", type=size_bytes, default="100MB", help="largest shard")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
     parser.add_argument(
-        "--distinct-layers", type=positive, help="after so many, layers repeat: sooner made"
+        "--distinct-layers", type=int, help="after so many, layers repeat: sooner made"
     )
     parser.add_argument(
         "--sparse", action="store_true", help="headers and holes instead of weights"
     )
     a = parser.parse_args(arguments)
-    if a.shared and not MODELS[a.model_type].has_shared:
-        parser.error(f"--shared: {a.model_type} has no shared experts")
     if a.top_k > a.experts:
         parser.error(f"--top-k {a.top_k} is more than --experts {a.experts}")
     if a.vocab < len(WORDS):
@@ -449,11 +416,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 for a request that cannot be met."""
     a = parse(arguments)
-    sizes = Sizes(
-        a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.shared or 1, a.vocab, a.head_dim
-    )
-    draw = None if a.sparse else Draw(a.seed, a.dtype, a.distinct_layers)
-    total = write_checkpoint(a.out, a.model_type, sizes, a.dtype, a.shard_size, draw)
+    sizes = Sizes(a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.vocab, a.head_dim)
+    draw = None if a.sparse else Draw(a.seed, a.distinct_layers)
+    total = write_checkpoint(a.out, a.model_type, sizes, a.shard_size, draw)
     print(
         f"{a.out}: {a.model_type}, {total / 1e9:.3f} GB of tensors"
         + (" (holes)" if a.sparse else "")

@@ -38,11 +38,7 @@ def main() -> None:
         for path in paths():
             if path.parent.name != folder:
                 continue
-            if (
-                path.stem not in known
-                or not sys.argv[1:]
-                or any(part in path.stem for part in sys.argv[1:])
-            ):
+            if path.stem not in known or any(part in path.stem for part in sys.argv[1:] or [""]):
                 model = load(path)
                 with tempfile.TemporaryDirectory() as scratch:
                     known[path.stem] = outcome_of(path, model, Path(scratch)).row(model, folder)

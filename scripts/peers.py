@@ -106,15 +106,15 @@ def auto_round(name: str, folder: Path, out: Path, ids: torch.Tensor, iterations
     rounder.quantize_and_save(str(out), format="auto_round")
 
 
+PACKAGES = {"llm-compressor": llm_compressor, "gptqmodel": gptqmodel, "auto-round": auto_round}
+
+
 def quantize(args: argparse.Namespace) -> None:
     """Quantize the model with a package; print versions and times."""
     from importlib.metadata import version
 
     ids, begin = sequences(args.model, args.text, args.tokens), (time.time(), time.process_time())
-    call = {"llm-compressor": llm_compressor, "gptqmodel": gptqmodel, "auto-round": auto_round}[
-        args.package
-    ]
-    call(args.format, args.model, args.out, ids, args.iterations)
+    PACKAGES[args.package](args.format, args.model, args.out, ids, args.iterations)
     package = args.package.replace("llm-c", "llmc")
     words = f"{args.package} {version(package)}, transformers {version('transformers')}, torch {version('torch')}"
     print(
@@ -172,7 +172,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("quantize")
-    one.add_argument("package", choices=("llm-compressor", "gptqmodel", "auto-round"))
+    one.add_argument("package", choices=PACKAGES)
     one.add_argument("format")
     one.add_argument("model", type=Path)
     one.add_argument("out", type=Path)
@@ -182,8 +182,7 @@ def main() -> None:
     two.add_argument("outs", type=Path, nargs="+")
     for each, call, count in ((one, quantize, NUM_TOKENS), (two, evaluate, NUM_HELD_OUT)):
         each.add_argument("--text", type=Path, required=True)
-        each.add_argument("--tokens", type=int, default=count)
-        each.set_defaults(call=call)
+        each.set_defaults(call=call, tokens=count)
     args = parser.parse_args()
     args.call(args)
 

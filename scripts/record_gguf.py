@@ -95,16 +95,7 @@ def record(case: str, out: Path) -> None:
 # --- llama.cpp's quantizer
 
 _Q4_K_M = 15  # LLAMA_FTYPE_MOSTLY_Q4_K_M of llama.h
-_NOT_FOR_WEIGHTS = (
-    "F32",
-    "F64",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "Q8_1",
-    "Q8_K",
-)  # of F32 nothing is decoded
+_NOT_FOR_WEIGHTS = "F32 F64 I8 I16 I32 I64 Q8_1 Q8_K"  # of F32 nothing is decoded
 
 
 class _Traits(ctypes.Structure):
@@ -193,7 +184,7 @@ def record_types(llama_cpp: LlamaCpp) -> dict[str, np.ndarray[Any, Any]]:
     numbers[0, 0], numbers[1, 256:] = 1, 0  # an outlier, and blocks of zeros
     arrays = {}
     for kind, (block_numbers, block_bytes) in gguf.GGML_QUANT_SIZES.items():
-        if kind.name in _NOT_FOR_WEIGHTS:
+        if kind.name in _NOT_FOR_WEIGHTS.split():
             continue
         written = llama_cpp.quantize(numbers, kind)
         values = llama_cpp.dequantize(written, kind)

@@ -79,12 +79,11 @@ def exported(
     values: Tensors,
     dtype: str,
     documents: Json | None = None,
-    **sizes: int,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
 ) -> Published:
     """What a package exported: the MLP's tensors of a tiny Llama, and its quantization config."""
-    tensors: Tensors = {
-        f"{LAYER}.gate.weight": torch.ones(1, sizes.get("hidden", HIDDEN), dtype=torch.bfloat16)
-    }
+    tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(1, hidden, dtype=torch.bfloat16)}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             tensors |= {
@@ -92,16 +91,23 @@ def exported(
                 for key in list(file.keys())
                 if f"{MLP}." in key
             }
-    config = {
-        **model_config(sizes.get("hidden", HIDDEN), sizes.get("inner", INNER)),
-        "torch_dtype": dtype,
-    }
+    config = {**model_config(hidden, inner), "torch_dtype": dtype}
     words = json.loads((folder / "config.json").read_text())
     if documents is None:
         config["quantization_config"] = words["quantization_config"]
     return Published(
         named(package), BOTH, tensors, {"config.json": config, **(documents or {})}, values
     )
+
+
+def of_module(tensors: Tensors, module: str) -> Tensors:
+    """The tensors of a module, by the names of its parts."""
+    prefix = f"{module}."
+    return {
+        key.removeprefix(prefix): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(prefix)
+    }
 
 
 # --- Quark -------------------------------------------------------------------------------------------------
@@ -187,11 +193,7 @@ def modelopt(
             ROLES.items() if hidden == HIDDEN else (("w1", ROLES["w1"]),)
         ):  # a small file
             module = f"{LAYER}.experts.0.{word}"
-            parts = {
-                key.rpartition(".")[2]: x
-                for key, x in one.tensors.items()
-                if key.startswith(module + ".")
-            }
+            parts = of_module(one.tensors, module)
             one.values[f"0.{role}"] = _modelopt_values(
                 config, parts, drawn(role, hidden, inner).shape
             )
@@ -345,12 +347,7 @@ def auto_round(form: str, *, sym: bool, bits: int = 4) -> Callable[[], Published
             folder = next(Path(work).rglob("config.json")).parent
             one = exported("auto-round", folder, {}, "float16")
             for role, word in ROLES.items():
-                module = f"{LAYER}.experts.0.{word}."
-                parts = {
-                    key.removeprefix(module): x
-                    for key, x in one.tensors.items()
-                    if key.startswith(module)
-                }
+                parts = of_module(one.tensors, f"{LAYER}.experts.0.{word}")
                 one.values[f"0.{role}"] = _auto_round_values(
                     parts, bits, is_awq="awq" in form, keeps_zeros=form.endswith("gptqmodel")
                 )
@@ -412,21 +409,11 @@ def ascend() -> Published:
         read = dequantize(stored, scale).value.t()
         linear = W8A8DynamicPerChannelFakeQuantLinear(None, scale, stored.T, None)
         saver.on_w8a8_dynamic_per_channel(module, linear)
-        return {
-            key.removeprefix(f"{module}."): x
-            for key, x in written.items()
-            if key.startswith(f"{module}.")
-        }, read
+        return of_module(written, module), read
 
     one = qwen3_moe(named("msmodelslim"), BOTH, quantize, {})
     names = {f"{LAYER}.gate.weight": "FLOAT", **description}
-    return Published(
-        one.package,
-        BOTH,
-        one.tensors,
-        {**one.documents, "quant_model_description.json": names},
-        one.values,
-    )
+    return replace(one, documents={**one.documents, "quant_model_description.json": names})
 
 
 # --- compressed-tensors, of old ----------------------------------------------------------------------------

@@ -28,18 +28,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.vllm_env import REPO
+from scripts.vllm_env import REPO, name_of
 
 THERE = ("torch", "triton", "numpy", "pip", "setuptools", "hqconv")
 # Packages and files that no engine in one process group needs; found by blocking their import.
-LEFT_OUT = (
-    "cryptography",
-    "outlines-core",
-    "rignore",
-    "fastar",
-    "fastapi-cli",
-    "fastapi-cloud-cli",
-)
+LEFT_OUT = "cryptography outlines-core rignore fastar fastapi-cli fastapi-cloud-cli"
 DROPPED = re.compile(
     r"^vllm/(vllm-rs|_qutlass_C|_flashmla_|_flashkda_C|_deepselect_C|vllm_flash_attn/_vllm_fa2_C"
     r"|third_party/(deep_gemm/(include|_C_extension)|fmha_sm100))|^pycountry/locales|^mistral_common/data|/tests/|\.(h|hpp|cuh|js|css)$"
@@ -51,6 +44,7 @@ PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64
 MAGIC = struct.pack(
     "<IHH", 0xBA55ED50, 1, 16
 )  # of a fat binary: its version, and the bytes of its header
+DOWNLOAD = "-m pip download --quiet --no-deps --only-binary=:all:"
 PTX, MACHINE_CODE = 1, 2
 EXECUTABLE = 0o111  # in the mode of a file
 # In the names of attention kernels: fp8, and heads of 96, 256 and more columns.
@@ -75,7 +69,7 @@ def main() -> None:
     parser.add_argument("--installed", type=Path, help="file with names of packages that it has")
     a = parser.parse_args()
     names = a.installed.read_text(encoding="utf-8").split() if a.installed else []
-    there = {_plain(name) for name in (*THERE, *LEFT_OUT, *names)}
+    there = {name_of(name) for name in (*THERE, *LEFT_OUT.split(), *names)}
     with tempfile.TemporaryDirectory() as scratch:
         wheels, site = Path(scratch, "wheels"), Path(scratch, "site")
         download(wanted(there), wheels, a.python)
@@ -101,25 +95,13 @@ def wanted(there: set[str]) -> list[str]:
     listed = subprocess.check_output(
         [python, "-m", "pip", "list", "--format=freeze"], text=True
     ).split()
-    return [
-        line for line in listed if "==" in line and _plain(line.partition("==")[0]) not in there
-    ]
+    return [line for line in listed if "==" in line and name_of(line) not in there]
 
 
 def download(lines: list[str], folder: Path, python: str) -> None:
     """Fetch the wheels of these packages for another Python."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "-d",
-        str(folder),
-    ]
-    command += ["--python-version", python, "--implementation", "cp"]
+    command = [sys.executable, *DOWNLOAD.split()]
+    command += ["-d", str(folder), "--python-version", python, "--implementation", "cp"]
     command += [word for name in PLATFORMS for word in ("--platform", name)]
     subprocess.run([*command, *lines], check=True)
 
@@ -183,10 +165,6 @@ def fat_binaries(library: bytes | bytearray) -> Iterator[list[Code]]:
             begin += head + length
         yield codes
         at = library.find(MAGIC, end)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
         required: list[str] = []
         pinned: list[str] = []
         for line in _requirements(wheel):
-            (pinned if _name(line) in WITHOUT_NEEDS else required).append(line)
+            (pinned if name_of(line) in WITHOUT_NEEDS else required).append(line)
         subprocess.check_call([*pip, torch_pin])
         subprocess.check_call([*pip, torch_pin, *required, *MORE])
         subprocess.check_call([*pip, "--no-deps", *pinned])
@@ -68,21 +68,9 @@ def _constraints() -> list[str]:
 
 def _download(scratch: Path, version: str) -> Path:
     """vLLM's wheel for Linux on x86-64, whatever the machine is: only its Python code is used."""
-    platforms = [
-        "--platform=manylinux_2_28_x86_64",
-        "--platform=manylinux_2_31_x86_64",
-        "--abi=abi3",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--quiet",
-        "--no-deps",
-    ]
-    command += ["--only-binary=:all:", *platforms, "--dest", str(scratch), f"vllm=={version}"]
+    words = "-m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --abi=abi3"
+    words += " --platform=manylinux_2_28_x86_64 --platform=manylinux_2_31_x86_64"
+    command = [sys.executable, *words.split(), "--dest", str(scratch), f"vllm=={version}"]
     subprocess.check_call(command)
     return next(scratch.glob("vllm-*.whl"))
 
@@ -97,14 +85,15 @@ def _requirements(wheel: Path) -> Iterator[str]:
         is_needed = "extra ==" not in marker and marker.strip() != OTHER_MACHINE
         if not (line.startswith("Requires-Dist: ") and is_needed):
             continue
-        if _name(requirement) in WITHOUT_NEEDS or not LEFT_OUT.fullmatch(_name(requirement)):
+        if name_of(requirement) in WITHOUT_NEEDS or not LEFT_OUT.fullmatch(name_of(requirement)):
             yield line.removeprefix("Requires-Dist: ")
 
 
-def _name(requirement: str) -> str:
+def name_of(requirement: str) -> str:
+    """The package that a line of pip names, as pip compares names."""
     found = re.match(r"[\w.-]+", requirement)
     assert found is not None, requirement
-    return found[0].lower().replace("_", "-")
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def _unpack(wheel: Path, site: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,16 @@ from hqconv.sources.opening import open_source
 from tests.make import configs
 from tests.make import packing as pack
 from tests.make.configs import Json
-from tests.make.layouts import GPT_OSS, QWEN3_MOE, Block, Layout, Sizes, plain, write_checkpoint
+from tests.make.layouts import (
+    GPT_OSS,
+    QWEN3_MOE,
+    Block,
+    Layout,
+    Sizes,
+    inner_config,
+    plain,
+    write_checkpoint,
+)
 from tests.make.packing import Draw, Encoder, Stored
 
 SIZES = Sizes(256, 128, 4)
@@ -28,22 +36,11 @@ LAYER = "model.layers.{layer}"
 GATE_UP_DOWN, W1_W3_W2 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
-def _local_experts(model_type: str) -> Callable[[Sizes], Json]:
-    return lambda sizes: {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
-        "num_local_experts": sizes.experts,
-        "num_experts_per_tok": 2,
-    }
-
-
 SPARSE = f"{LAYER}.block_sparse_moe"
 GRANITE = Layout(
-    f"{SPARSE}.experts", GATE_UP_DOWN, _local_experts("granitemoe"), f"{SPARSE}.router.layer.weight"
+    f"{SPARSE}.experts", GATE_UP_DOWN, inner_config("granitemoe"), f"{SPARSE}.router.layer.weight"
 )
-MIXTRAL = Layout(f"{SPARSE}.experts", W1_W3_W2, _local_experts("mixtral"), f"{SPARSE}.gate.weight")
+MIXTRAL = Layout(f"{SPARSE}.experts", W1_W3_W2, inner_config("mixtral"), f"{SPARSE}.gate.weight")
 APART = replace(GPT_OSS, fused=None)
 INT4 = configs.compressed("pack-quantized", 4, "int", "group", group_size=32)
 MXFP4 = configs.compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32)

@@ -14,51 +14,13 @@ from typing import Any
 from hqconv.schemas.tensors import DTYPES, num_bits
 
 _BYTES = b'0123456789-+.eE"{}[],: \\uFUB\x00\xff\x80'
-_WORDS: tuple[bytes, ...] = (
-    *(
-        b"0",
-        b"-0",
-        b"-1",
-        b"1",
-        b"2",
-        b"1.0",
-        b"1e1",
-        b"1e999",
-        b"NaN",
-        b"Infinity",
-        b"-Infinity",
-        b"null",
-        b"true",
-    ),
-    *(
-        b"18446744073709551615",
-        b"18446744073709551616",
-        b"9223372036854775807",
-        b"4294967296",
-        b"9" * 400,
-    ),
-    *(
-        b"9" * 5000,
-        b"[]",
-        b"{}",
-        b"[0,0]",
-        b'"F4"',
-        b'"F64"',
-        b'"U8"',
-        b'"\\ud800"',
-        b'"\\u0000"',
-        b'"a"',
-        b"\xff",
-    ),
-    *(
-        b'"__metadata__":{"a":"b"},',
-        b'"dtype":"U8",',
-        b'"shape":[1],',
-        b'"data_offsets":[0,0],',
-        b"," * 3,
-    ),
-    *(b"[" * 100, b"{" * 70, b'{"a":' * 2000, b" " * 50, b"\xef\xbb\xbf", b"/*x*/", b"\\u0061"),
-)
+_WORDS = [
+    *b"0 -0 -1 1 2 1.0 1e1 1e999 NaN Infinity -Infinity null true 18446744073709551615".split(),
+    *b"18446744073709551616 9223372036854775807 4294967296 [] {} [0,0] ,,, /*x*/".split(),
+    *rb'"F4" "F64" "U8" "\ud800" "\u0000" "a" \u0061 "__metadata__":{"a":"b"}, "dtype":"U8",'.split(),
+    *b'"shape":[1], "data_offsets":[0,0], \xff \xef\xbb\xbf'.split(),
+    *(b"9" * 400, b"9" * 5000, b"[" * 100, b"{" * 70, b'{"a":' * 2000, b" " * 50),
+]
 _ODD: tuple[Any, ...] = (
     -1,
     0,

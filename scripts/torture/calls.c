@@ -21,7 +21,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT, STOP };
+enum { COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT };
 
 static char written[PATH_MAX], looked[PATH_MAX]; /* folders: changes below the first, and all calls below the second */
 static atomic_long seen;
@@ -77,7 +77,6 @@ static int turn(const char *name, int folder, const char *path, int changes) {
     }
     errno = saved;
     if (what == KILL_BEFORE) syscall(SYS_kill, getpid(), SIGKILL);
-    if (what == STOP) syscall(SYS_kill, getpid(), SIGSTOP);
     return what;
 }
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 from tests.make.places import REPO
 
 HANG = -1000  # the exit code of what did not end in time
-COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT, STOP = range(8)  # as in calls.c
+COUNT, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_ON, SHORT = range(7)  # as in calls.c
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,6 @@ class Watch:
     source: Path | None = None
     no_exchange: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "below": str(self.below), "source": str(self.source or "")}
-
 
 @dataclass(frozen=True)
 class Job:
@@ -48,16 +41,13 @@ class Job:
     limits: dict[str, int] = field(default_factory=dict)
     signal: int = 0
     seconds: float = 0.0
-    deadline_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended; seconds_after: since its signal. call: the watched call that was chosen, and its path."""
+    """How a command ended. call: the watched call that was chosen, and its path."""
 
     code: int
-    seconds_after: float
-    seconds: float
     stdout: str
     stderr: str
     call: str
@@ -89,7 +79,7 @@ class Zygote:
 
     def _say(self, words: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.write(json.dumps(words, default=str) + "\n")
         self._process.stdin.flush()
 
     def seen(self, path: Path) -> Path:
@@ -108,8 +98,7 @@ class Zygote:
         for number, job in enumerate(jobs):
             for old in self._work.glob(f"{number}.*"):
                 old.unlink()
-            watch = job.watch and job.watch.to_dict()
-            words.append({**vars(job), "watch": watch, "said": str(self._work / str(number))})
+            words.append({**asdict(job), "said": self._work / str(number)})
         self._say(words)
 
     def end(self) -> list[Ended]:
@@ -117,67 +106,26 @@ class Zygote:
         answer = self._hear()
         if not answer:
             raise RuntimeError("the process that runs commands is gone")
-        return [self._ended(number, *words) for number, words in enumerate(json.loads(answer))]
-
-    def is_stopped(self) -> bool:
-        """Wait until the one command that began stops before its chosen call; False where it ended before that."""
-        while not (pid := self._chooser()) or _state(pid) not in "Tt":
-            assert self._process.stdout is not None
-            if select.select([self._process.stdout], [], [], 0.0005)[0]:
-                return False
-        return True
-
-    def go_on(self, number: int = 0) -> None:
-        """Let it go on, with a signal that it gets first (0: none)."""
-        if number:
-            os.kill(self._chooser(), number)
-        os.kill(self._chooser(), signal.SIGCONT)
-
-    def _chooser(self) -> int:
-        note = self._work / "0.note"
-        words = note.read_text() if note.exists() else ""
-        return int(words.split()[-1]) if words.endswith("\n") else 0
+        return [self._ended(number, code) for number, code in enumerate(json.loads(answer))]
 
     def run(self, *jobs: Job) -> list[Ended]:
         """Run commands at the same time."""
         self.begin(*jobs)
         return self.end()
 
-    def _ended(self, number: int, code: float, after: float, seconds: float) -> Ended:
+    def _ended(self, number: int, code: int) -> Ended:
         def text(name: str) -> str:
             path = self._work / f"{number}.{name}"
             return path.read_text(errors="replace") if path.exists() else ""
 
         count = int(text("count") or 0)
-        return Ended(
-            int(code),
-            after,
-            seconds,
-            text("stdout"),
-            text("stderr"),
-            text("note").rpartition(" ")[0],
-            count,
-        )
+        return Ended(code, text("stdout"), text("stderr"), text("note").rpartition(" ")[0], count)
 
     def close(self) -> None:
         """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _state(pid: int) -> str:
-    """One letter; "-" where the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "-"
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -195,37 +143,3 @@ def build_calls(work: Path) -> Path:
     command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True)
     return library
-
-
-def real_command(
-    arguments: Sequence[str], number: int = 0, seconds: float = 0.0, deadline_s: float = 120.0
-) -> Ended:
-    """The same in a process of its own, from its first instruction on, as users start it."""
-    import time
-
-    # Shells start background jobs without SIGINT.
-    def defaults() -> None:
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_DFL)
-
-    begun = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hqconv", *arguments],
-        env=_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=defaults,
-    )
-    if number:
-        time.sleep(seconds)
-        process.send_signal(number)
-    sent = time.monotonic()
-    try:
-        said = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said = process.communicate()
-        return Ended(HANG, deadline_s, deadline_s, *said, "", 0)
-    now = time.monotonic()
-    return Ended(process.returncode, now - sent, now - begun, *said, "", 0)

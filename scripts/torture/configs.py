@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,101 +13,41 @@ from typing import Any
 import hqconv
 from hqconv.errors import HqconvError
 from scripts.torture.manifests import ODD, changed
+from scripts.torture.portions import Findings, in_portions
 from scripts.torture.tally import Tally
 
 _PORTION = 500
-_NUM_PROCESSES = 2
-_MAX_S = 60.0  # of an input that hangs
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Keys that mean something to some reader, put where they were not.
 _KEYS = (
-    *(
-        "model_type",
-        "architectures",
-        "torch_dtype",
-        "num_experts",
-        "n_routed_experts",
-        "hidden_size",
-        "text_config",
-    ),
-    *(
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_experts_per_tok",
-        "hidden_act",
-        "swiglu_limit",
-    ),
-    *(
-        "quantization_config",
-        "quant_method",
-        "config_groups",
-        "ignore",
-        "modules_to_not_convert",
-        "group_size",
-    ),
-    *(
-        "bits",
-        "fmt",
-        "format",
-        "weight_block_size",
-        "dynamic",
-        "quant_algo",
-        "desc_act",
-        "compression_config",
-    ),
+    "model_type architectures torch_dtype num_experts n_routed_experts hidden_size "
+    "text_config moe_intermediate_size num_hidden_layers num_experts_per_tok hidden_act "
+    "swiglu_limit quantization_config quant_method config_groups ignore "
+    "modules_to_not_convert group_size bits fmt format weight_block_size dynamic quant_algo "
+    "desc_act compression_config"
 )
 
 
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
-    portions = [
-        (str(work), tally.seed, number, min(_PORTION, count - number))
-        for number in range(0, count, _PORTION)
-    ]
-    if len(portions) == 1:
-        _add(_portion(portions[0]), tally)
-        return
-    with ProcessPoolExecutor(_NUM_PROCESSES, get_context("spawn")) as pool:
-        for found in pool.map(_portion, portions):
-            _add(found, tally)
+    in_portions(partial(_portion, work), count, _PORTION, tally)
 
 
-def _add(found: dict[str, Any], tally: Tally) -> None:
-    for kind, number in found["counts"].items():
-        tally.counts[kind] += number
-        tally.cases += number
-    for problem in found["problems"]:
-        tally.problem(problem)
-    tally.seconds = time.monotonic() - tally.started_s
-
-
-def _portion(words: tuple[str, int, int, int]) -> dict[str, Any]:
+def _portion(work: Path, draw: Random, numbers: range) -> Findings:
     from tests.make.small import GOOD, save
 
-    work, seed, start, size = words
-    draw, counts, problems = Random(f"{seed} {start}"), {"planned": 0, "refused": 0}, []
+    findings = Findings()
     with tempfile.TemporaryDirectory(dir=work) as name:
         base = draw.choice([*GOOD])
         make, schema = GOOD[base]
         folder = save(Path(name) / base, make())
         config = json.loads((folder / _CONFIG).read_bytes())
         index = _sharded(folder)
-        for number in range(start, start + size):
+        for number in numbers:
             text = _write(folder, config, index, draw)
-            begun = time.monotonic()
-            try:
-                kind = _look(folder, draw.choice((schema, "source", "mxfp4", "int4-g64-zp")))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-                kind = "failed"
-                problems.append(
-                    f"{base}, mutant {number}: {type(error).__name__}: {str(error)[:300]}: {text[:1500]}"
-                )
-            if time.monotonic() - begun > _MAX_S:
-                problems.append(
-                    f"{base}, mutant {number} took {time.monotonic() - begun:.1f} s: {text[:1500]}"
-                )
-            counts[kind] = counts.get(kind, 0) + 1
-    return {"counts": counts, "problems": problems}
+            asked = draw.choice((schema, "source", "mxfp4", "int4-g64-zp"))
+            findings.judge(f"{base}, mutant {number}", text[:1500], partial(_look, folder, asked))
+    return findings
 
 
 def _sharded(folder: Path) -> dict[str, Any]:
@@ -130,7 +68,7 @@ def _write(folder: Path, config: dict[str, Any], index: dict[str, Any], draw: Ra
         if is_config and isinstance(words, dict) and draw.random() < 0.3:
             place = words.get("quantization_config")
             place = place if isinstance(place, dict) and draw.random() < 0.5 else words
-            place[draw.choice(_KEYS)] = draw.choice(ODD)
+            place[draw.choice(_KEYS.split())] = draw.choice(ODD)
     text = json.dumps(words)
     if draw.random() < 0.1:
         at = draw.randrange(len(text) + 1)

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 from random import Random
 
-from scripts.torture.commands import Job
-from scripts.torture.place import Place, Tree, manners, said
+from scripts.torture.commands import Ended, Job
+from scripts.torture.place import Place, Tree, manners, mode, said
 from scripts.torture.tally import Tally
 
 _BALLAST = "ballast"
@@ -37,22 +37,23 @@ def run(place: Place, count: int, tally: Tally) -> None:
             tally.case("fills up", _fills_up(place, has_old, draw.uniform(0, 0.2), tally))
 
 
+def _problem(place: Place, ended: Ended, has_old: bool) -> str:
+    problem = manners(ended, (0, 4))
+    if ended.code == 4 and "disk" not in ended.stderr:
+        problem = problem or f"another message: {said(ended)}"
+    return problem or place.problem(has_old=has_old)
+
+
 def _size(tree: Tree) -> int:
     return sum(map(len, tree.values()))
-
-
-def _mode(has_old: bool) -> tuple[str, ...]:
-    return ("--overwrite",) if has_old else ()
 
 
 def _too_small(place: Place, has_old: bool, size: int, tally: Tally) -> str:
     place.zygote.mount(place.at.parent, size)
     place.clear(has_old=has_old)
-    (ended,) = place.zygote.run(Job(place.command(*_mode(has_old))))
+    (ended,) = place.zygote.run(Job(place.command(*mode(has_old))))
     tally.note(f"exit {ended.code}")
-    problem = manners(ended, (0, 4)) or place.problem(has_old=has_old)
-    if ended.code == 4 and "disk" not in ended.stderr:
-        problem = problem or f"another message: {said(ended)}"
+    problem = _problem(place, ended, has_old)
     if not problem and ended.code == 0:
         problem = place.is_final(has_old=has_old)
     elif not problem:
@@ -64,17 +65,14 @@ def _too_small(place: Place, has_old: bool, size: int, tally: Tally) -> str:
 def _fills_up(place: Place, has_old: bool, seconds: float, tally: Tally) -> str:
     place.zygote.mount(place.at.parent, _AMPLE)
     place.clear(has_old=has_old)
-    place.zygote.begin(Job(place.command(*_mode(has_old))))
+    place.zygote.begin(Job(place.command(*mode(has_old))))
     time.sleep(seconds)
     with suppress(OSError), (place.root / _BALLAST).open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
             pass
     (ended,) = place.zygote.end()
     tally.note(f"exit {ended.code}")
-    problem = manners(ended, (0, 4))
-    if ended.code == 4 and "disk" not in ended.stderr:
-        problem = problem or f"another message: {said(ended)}"
-    problem = problem or place.problem(has_old=has_old)
+    problem = _problem(place, ended, has_old)
     (place.root / _BALLAST).unlink()
     if not problem:
         problem = place.finish(has_old=has_old) if ended.code else place.is_final(has_old=has_old)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import safetensors
 
 from hqconv.errors import InputError
 from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from scripts.torture.attacks import corpus, mutant
+from scripts.torture.portions import Findings, in_portions
 from scripts.torture.tally import Tally
 
 _PORTION = 10_000  # mutants of one seed
-_NUM_PROCESSES = 2
-_MAX_S = 60.0  # a header that hangs; the slowest of the corpus takes some milliseconds
 # What the library reads and we do not: a guess at the meaning would be needed.
 _STRICTER = ("twice", "entry is malformed")
 
@@ -26,45 +22,15 @@ _STRICTER = ("twice", "entry is malformed")
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
     del work
-    portions = [
-        (tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)
-    ]
-    if len(portions) == 1:
-        _add(_portion(portions[0]), tally)
-        return
-    with ProcessPoolExecutor(_NUM_PROCESSES, get_context("spawn")) as pool:
-        for found in pool.map(_portion, portions):
-            _add(found, tally)
+    in_portions(_portion, count, _PORTION, tally)
 
 
-def _add(found: dict[str, Any], tally: Tally) -> None:
-    for kind, number in found["counts"].items():
-        tally.counts[kind] += number
-        tally.cases += number
-    for problem in found["problems"]:
-        tally.problem(problem)
-    tally.seconds = time.monotonic() - tally.started_s
-
-
-def _portion(words: tuple[int, int, int]) -> dict[str, Any]:
-    seed, start, size = words
-    draw, files = Random(f"{seed} {start}"), corpus()
-    counts = dict.fromkeys(("read as the library does", "refused by both", "refused here only"), 0)
-    problems = []
-    for number in range(start, start + size):
+def _portion(draw: Random, numbers: range) -> Findings:
+    files, findings = corpus(), Findings()
+    for number in numbers:
         raw = mutant(files, draw)
-        begun = time.monotonic()
-        try:
-            kind = compare(raw)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-            kind = "failed"
-            problems.append(
-                f"mutant {number}: {type(error).__name__}: {str(error)[:200]}: {raw[:300]!r}"
-            )
-        if time.monotonic() - begun > _MAX_S:
-            problems.append(f"mutant {number} took {time.monotonic() - begun:.1f} s: {raw[:300]!r}")
-        counts[kind] = counts.get(kind, 0) + 1
-    return {"counts": counts, "problems": problems}
+        findings.judge(f"mutant {number}", raw[:300], partial(compare, raw))
+    return findings
 
 
 def compare(raw: bytes) -> str:

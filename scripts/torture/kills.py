@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from scripts.torture.commands import COUNT, KILL_AFTER, KILL_BEFORE, KILL_WITHIN, Job, Watch
-from scripts.torture.place import Place, manners, shuffled
+from scripts.torture.commands import KILL_AFTER, KILL_BEFORE, KILL_WITHIN, Job, Watch
+from scripts.torture.place import Place, manners, mode, shuffled
 from scripts.torture.tally import Tally
 
 _HOWS = (KILL_BEFORE, KILL_WITHIN)  # within a write half of its bytes; after any other call
@@ -45,11 +45,10 @@ def _once(place: Place, kind: tuple[bool, bool], watch: Watch) -> int:
     """How many calls an undisturbed conversion has."""
     has_old, _ = kind
     place.clear(has_old=has_old)
-    (ended,) = place.zygote.run(Job(place.command(*(("--overwrite",) if has_old else ())), watch))
+    (ended,) = place.zygote.run(Job(place.command(*mode(has_old)), watch))
     problem = manners(ended, (0,)) or place.is_final(has_old=has_old)
     if problem:
         raise RuntimeError(problem)
-    assert watch.how == COUNT
     return ended.num_calls
 
 
@@ -57,16 +56,16 @@ def _killed(place: Place, kind: tuple[bool, bool], times: list[tuple[int, int]])
     """One conversion, killed so many times; what was wrong, and how many kills there were."""
     has_old, renames = kind
     place.clear(has_old=has_old)
-    mode: tuple[str, ...] = ("--overwrite",) if has_old else ()
+    options = mode(has_old)
     for attempt, (number, how) in enumerate(times):
         watch = Watch(place.root, number, how, no_exchange=renames)
-        (ended,) = place.zygote.run(Job(place.command(*mode), watch))
+        (ended,) = place.zygote.run(Job(place.command(*options), watch))
         where = f"kill {number} ({ended.call}): "
         problem = manners(ended, (0, -9)) or place.problem(has_old=has_old, old_may_rest=renames)
         if problem:
             return where + problem, attempt + 1
         if ended.code == 0:  # it had fewer calls left
             return place.is_final(has_old=has_old), attempt
-        mode = place.again(has_old=has_old)
+        options = place.again(has_old=has_old)
     problem = place.finish(has_old=has_old)
     return problem and where + problem, len(times)

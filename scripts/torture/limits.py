@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from scripts.torture.commands import Job
-from scripts.torture.place import Place, manners, said
+from scripts.torture.place import Place, mode, said
 from scripts.torture.tally import Tally
 
 _CODES = {"files": (0, 3, 4), "file_bytes": (0, 4), "address_bytes": (0, 2), "": (0, 2)}
@@ -33,11 +33,8 @@ def _limited(
     place: Place, limits: dict[str, int], options: tuple[str, ...], has_old: bool, tally: Tally
 ) -> str:
     place.clear(has_old=has_old)
-    mode = ("--overwrite",) if has_old else ()
-    (ended,) = place.zygote.run(Job(place.command(*mode, options=options), limits=limits))
+    command = place.command(*options, *mode(has_old))
+    (ended,) = place.zygote.run(Job(command, limits=limits))
     tally.note(f"exit {ended.code}")
-    codes = _CODES[next(iter(limits), "")]
-    problem = manners(ended, codes) or place.problem(has_old=has_old)
-    if not problem:
-        problem = place.finish(has_old=has_old) if ended.code else place.is_final(has_old=has_old)
+    problem = place.judged(ended, _CODES[next(iter(limits), "")], has_old=has_old)
     return problem and f"{limits or options}: {problem} [{said(ended)}]"

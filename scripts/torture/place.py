@@ -13,7 +13,7 @@ from random import Random
 
 from hqconv.conversion.output_folder import parked_folder, side_folder
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
-from scripts.torture.commands import Ended, Job, Zygote
+from scripts.torture.commands import HANG, Ended, Job, Zygote
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 # With the digests of the source, which --update records in any case.
@@ -52,21 +52,17 @@ class Place:
             raise RuntimeError(ended.stderr)
         return read_tree(out)
 
-    def command(
-        self, *modes: str, src: Path | None = None, options: tuple[str, ...] = ()
-    ) -> tuple[str, ...]:
+    def command(self, *options: str) -> tuple[str, ...]:
         """The arguments of a conversion to here."""
-        return (
-            "convert",
-            str(src or self.src),
-            "-o",
-            str(self.at),
-            "--schema",
-            "mxfp4",
-            *OPTIONS,
-            *options,
-            *modes,
-        )
+        fixed = ("convert", str(self.src), "-o", str(self.at), "--schema", "mxfp4", *OPTIONS)
+        return (*fixed, *options)
+
+    def judged(self, ended: Ended, codes: tuple[int, ...], *, has_old: bool) -> str:
+        """What is wrong with how a command ended, with what lies here then, or in the end."""
+        problem = manners(ended, codes) or self.problem(has_old=has_old)
+        if problem:
+            return problem
+        return self.finish(has_old=has_old) if ended.code else self.is_final(has_old=has_old)
 
     def clear(self, *, has_old: bool) -> None:
         """As it is before a case: with the user's files, and the old artifact or none."""
@@ -137,6 +133,11 @@ class Place:
         self.zygote.close()
 
 
+def mode(has_old: bool) -> tuple[str, ...]:
+    """How somebody begins who has an old artifact, or none."""
+    return ("--overwrite",) if has_old else ()
+
+
 def said(ended: Ended) -> str:
     """How a command ended, on a line."""
     lines = " | ".join(ended.stderr.strip().splitlines()[-6:])
@@ -148,7 +149,7 @@ def manners(ended: Ended, codes: tuple[int, ...]) -> str:
 
     A command that a signal killed has given its message or not: the signal can come between message and exit.
     """
-    if ended.code == -1000:
+    if ended.code == HANG:
         return "a hang"
     if "Traceback" in ended.stderr + ended.stdout:
         return f"a traceback: {said(ended)}"

@@ -29,7 +29,7 @@ def run(place: Place, count: int, tally: Tally) -> None:
             problem = problem or _round(place, draw, size, has_old, tally)
         tally.case(
             f"{size} processes{', --overwrite' if has_old else ''}",
-            problem or _last(place, has_old),
+            problem or place.finish(has_old=has_old),
         )
 
 
@@ -61,8 +61,3 @@ def _refusal(ended: Ended) -> str:
     if ended.code != 4 or any(text in ended.stderr for text in texts):
         return ""
     return f"another message: {said(ended)}"
-
-
-def _last(place: Place, has_old: bool) -> str:
-    """One of the modes always leads on; somebody who reads the messages finds it."""
-    return place.finish(has_old=has_old)

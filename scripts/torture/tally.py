@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 _SHOWN = 20  # problems in the words; all are counted, and printed as they come
 
@@ -41,9 +40,8 @@ class Tally:
         """Count something else that happened."""
         self.counts[what] += 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
+    def __str__(self) -> str:
+        facts = {
             "suite": self.suite,
             "seed": self.seed,
             "cases": self.cases,
@@ -52,6 +50,4 @@ class Tally:
             "seconds": round(self.seconds, 1),
             "problems": self.problems[:_SHOWN],
         }
-
-    def __str__(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(facts, indent=2)

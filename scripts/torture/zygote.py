@@ -25,8 +25,10 @@ from hqconv.__main__ import MESSAGE, SIGNALS, listen
 from hqconv.__main__ import run as run_command
 from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
+from scripts.torture.commands import HANG
 from tests.make.conversions import run
 
+_DEADLINE_S = 60.0
 _LIMITS = {
     "files": resource.RLIMIT_NOFILE,
     "file_bytes": resource.RLIMIT_FSIZE,
@@ -63,18 +65,14 @@ def _restrict(job: dict[str, Any]) -> None:
             value += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(_LIMITS[name], (value, value))
     if job["watch"] is not None:
-        words = dict(job["watch"])
+        watch = job["watch"]
         note = os.open(f"{job['said']}.note", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        folders = (os.fsencode(words["below"]), os.fsencode(words["source"]))
-        numbers = (
-            words["number"],
-            words["how"],
-            words["error"],
-            words["looks"],
-            words["no_exchange"],
-        )
         ctypes.CDLL(os.environ["LD_PRELOAD"]).watch_calls(
-            *folders, ctypes.c_long(numbers[0]), *numbers[1:], note
+            os.fsencode(watch["below"]),
+            os.fsencode(watch["source"] or ""),
+            ctypes.c_long(watch["number"]),
+            *(watch[name] for name in ("how", "error", "looks", "no_exchange")),
+            note,
         )
 
 
@@ -97,29 +95,27 @@ def _fork(job: dict[str, Any]) -> int:
     return child
 
 
-def _run_all(jobs: list[dict[str, Any]]) -> list[list[float]]:
-    """Exit code, seconds since the signal, and seconds since the start, of each."""
-    begun = {_fork(job): (number, time.monotonic()) for number, job in enumerate(jobs)}
-    ended: dict[int, list[float]] = {}
-    sent: dict[int, float] = {}
+def _run_all(jobs: list[dict[str, Any]]) -> list[int]:
+    """Run commands at the same time; the exit code of each."""
+    begun = {_fork(job): (job, time.monotonic()) for job in jobs}
+    codes: dict[int, int] = {}
+    signalled: set[int] = set()
     late: set[int] = set()
-    while begun.keys() - ended.keys():
-        now = time.monotonic()
-        for pid in begun.keys() - ended.keys():
-            number, start = begun[pid]
-            job = jobs[number]
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                code = -1000 if pid in late else os.waitstatus_to_exitcode(status)
-                ended[pid] = [code, now - sent.get(pid, now), now - start]
-            elif job["signal"] and pid not in sent and now - start >= job["seconds"]:
+    while running := begun.keys() - codes.keys():
+        for pid in running:
+            job, start = begun[pid]
+            seconds = time.monotonic() - start
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = HANG if pid in late else os.waitstatus_to_exitcode(status)
+            elif job["signal"] and pid not in signalled and seconds >= job["seconds"]:
                 os.kill(pid, job["signal"])
-                sent[pid] = time.monotonic()
-            elif now - start > job["deadline_s"]:
+                signalled.add(pid)
+            elif seconds > _DEADLINE_S:
                 late.add(pid)
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.0005)
-    return [ended[pid] for pid in begun]
+    return [codes[pid] for pid in begun]
 
 
 def _mount(words: dict[str, Any]) -> None:

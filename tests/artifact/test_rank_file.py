@@ -157,7 +157,6 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a LayerConfig without an end": (metadata(w13="[" * 100_000), "layer config for w13"),
     "a LayerConfig that is a list": (metadata(w2="[1]"), "layer config for w2"),
     "another N": (config(shape_n=512), "expected: shape_n 256"),
-    "no padding": (config(pad_shape_n=None), "pad_shape_n 0"),
     "experts of another type": (
         config(num_experts=3.0),
         "expected: num_experts 3\n(.|\\n)*num_experts 3.0",
@@ -168,16 +167,10 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         metadata(format="tf"),
         "metadata are not a conversion's(.|\\n)*format tf",
     ),
-    "quantized activations": (config(a_dtype="float8e4m3"), "expected: a_dtype bfloat16"),
-    "another target": (config(sm_version=80), "expected: sm_version 90"),
-    "other codes": (config(b_dtype="uint4"), "expected: b_dtype float4e2m1"),
-    "another layout": (config(use_packed_k_layout=True), "found: use_packed_k_layout True"),
     "a flag of another type": (
         config(use_fused_e8m0_scale=0),
         "expected: use_fused_e8m0_scale False",
     ),
-    "integer scales": (config(use_int_weight_scale=True), "expected: use_int_weight_scale False"),
-    "a key that Humming lacks": (config(layer=-1), "expected: layer absent"),
     "no format": (lambda header: header["__metadata__"].pop("format"), "not a conversion's"),
     "a flag that Humming would choose": (
         drop("use_int_weight_scale"),

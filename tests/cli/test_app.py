@@ -19,7 +19,6 @@ from hqconv.errors import RequestError
 from hqconv.schemas.options import LayerChoice, Override, load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.command import call
-from tests.make.formats import write
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import without_progress
 
@@ -108,19 +107,6 @@ def test_summary_goes_to_stdout(model: Path, tmp_path: Path) -> None:
     ):
         assert text in result.stdout
     assert (tmp_path / "out" / "hqconv.json").is_file()
-
-
-def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
-    source = write(tmp_path / "src", "quark-int8", hidden=128, inner=128).folder
-    request = ("convert", source, "--schema", "source", "--target", "sm90", "-o", tmp_path / "out")
-    refused = call(*request)
-    assert (refused.exit_code, "Add --round-scales" in refused.stderr) == (2, True)
-    done = call(*request, "--round-scales")
-    assert (done.exit_code, "warning" in done.stderr) == (0, False), done.stderr
-    for shown in (done, call("inspect", tmp_path / "out")):
-        text = " ".join(shown.stdout.split())
-        assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 layer)" in text
-        assert re.search(r"scales rounded, changed by at most 0\.3\d\d% \(w1\), 0\.3", text), text
 
 
 def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> None:

@@ -154,33 +154,6 @@ def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(
 # --- which side failed
 
 
-def fail_reads(monkeypatch: pytest.MonkeyPatch, path: Path, *, short: bool) -> None:
-    """Reads of a file's tensors fail, or end early."""
-    real = os.preadv
-
-    def preadv(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            if not short:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return 0
-        return real(descriptor, buffers, offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-
-
-@pytest.mark.parametrize("short", [False, True])
-def test_a_shard_that_cannot_be_read(
-    src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, out = file_of(src, "last"), tmp_path / "out"
-    fail_reads(monkeypatch, path, short=short)
-    with pytest.raises(
-        InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output"
-    ) as caught:
-        run(src, out, "mxfp4")
-    assert_noticed(caught, path, out)
-
-
 @pytest.mark.parametrize(("side", "kind"), [("source", InputError), ("output", OutputError)])
 def test_hashing_says_which_side_failed(
     tmp_path: Path, side: str, kind: type[HqconvError], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import GROUPS, Grid
 from hqconv.schemas.weight_schema import SchemaPair, pair, resolve_layer_schema, resolve_schema
-from tests.make.conversions import assert_verified, check, manifest, open_plan, run, write_manifest
+from tests.make.conversions import assert_verified, manifest, open_plan, run
 from tests.make.models import save_model
 from tests.make.tensors import assert_same, load_all, snapshot
 
@@ -142,26 +142,6 @@ def test_searches_and_parts(model: Path, tmp_path: Path) -> None:
         load_file(tmp_path / "whole" / path)[key], load_file(tmp_path / "w2" / path)[key], key
     )
     assert_verified(tmp_path / "whole", model)
-
-
-def test_faults_are_found_in_each_gemm(model: Path, tmp_path: Path) -> None:
-    """A layer config, or bits, of the other GEMM's schema do not pass."""
-    run(model, tmp_path / "out", "int4-g32+int4-g64")
-    words = manifest(tmp_path / "out")
-    fields = words["weight_schema"]
-    write_manifest(
-        tmp_path / "out", {**words, "weight_schema": {"w13": fields["w2"], "w2": fields["w13"]}}
-    )
-    report = check(tmp_path / "out", None, "files", "weights")
-    assert not report.passed
-    equal = {"w13": fields["w2"], "w2": fields["w2"]}
-    write_manifest(
-        tmp_path / "out", {**words, "schema_name": "int4-g64+int4-g64", "weight_schema": equal}
-    )
-    report = check(tmp_path / "out", None, "files")
-    assert any(
-        "weight_schema" in finding.where for one in report.results for finding in one.findings
-    )
 
 
 def test_shorthand_and_recipes_of_gemms(model: Path, tmp_path: Path) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import hqconv
-from hqconv.conversion import resources
-from hqconv.conversion.resources import Need, gpu_need
-from hqconv.errors import RequestError
+from hqconv.conversion.resources import gpu_need
 from tests.make.conversions import open_plan
 from tests.make.formats import write
 from tests.make.matrices import SCHEMAS
 from tests.make.qwen import write_qwen3_moe
-from tests.make.tensors import snapshot
 
 pytestmark = [
     pytest.mark.cuda,
@@ -68,20 +64,3 @@ def test_beside_a_model_that_is_there_already(plain: Path, tmp_path: Path) -> No
     model = torch.empty(8 << 30, dtype=torch.uint8, device="cuda:0")
     assert peak(plain, tmp_path / "out", "int4", 1 << 30) <= 1 << 30
     assert model.numel() == 8 << 30
-
-
-def test_running_out_ends_in_one_message_and_can_be_resumed(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan is made to ask for too little; torch then finds that it is not enough."""
-    monkeypatch.setattr(resources, "gpu_need", lambda _: Need(0, 4 << 20))
-    torch.cuda.empty_cache()
-    options = {"schema": "nvfp4", "target": "sm90", "device": "cuda:0"}
-    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
-        hqconv.convert(plain, tmp_path / "out", **options, max_gpu_memory=16 << 20)
-    assert "--device cpu" in caught.value.remedy
-    assert not (tmp_path / "out/hqconv.json").exists()
-    assert threading.active_count() < 8  # the workers are gone
-    hqconv.convert(plain, tmp_path / "out", **{**options, "device": "cpu"}, resume=True)
-    hqconv.convert(plain, tmp_path / "cpu", **{**options, "device": "cpu"})
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "cpu")

@@ -19,12 +19,12 @@ import safetensors
 
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import OutputError
-from hqconv.io import durable_files, file_access
+from hqconv.io import durable_files
 from hqconv.io.durable_files import FileRecord, check_space, write_whole
-from hqconv.io.file_access import sha256_of
 from hqconv.planning.output_units import OutFile, build_file
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.conversions import finished
+from tests.make.tensors import names_below
 
 
 def two_files() -> tuple[OutFile, OutFile]:
@@ -52,10 +52,6 @@ def write_all(writer: UnitWriter, files: tuple[OutFile, ...], shuffle: int = 0) 
     return contents
 
 
-def names(root: Path) -> list[str]:
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
-
-
 def test_two_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
     """The first one's file is whole at any time, though the second begins beside it."""
     has_begun, may_end = threading.Event(), threading.Event()
@@ -75,7 +71,7 @@ def test_two_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
         may_end.set()
         assert first.result().size_bytes == len(b"first, whole")
         second.result()
-    assert names(tmp_path) == ["file"]
+    assert names_below(tmp_path) == ["file"]
     assert (tmp_path / "file").read_bytes() == b"second"
 
 
@@ -86,12 +82,12 @@ def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
     files = two_files()
     writer = UnitWriter(tmp_path, files)
     partials = [file.path + ".partial" for file in files]
-    assert names(tmp_path) == partials
+    assert names_below(tmp_path) == partials
     assert [(tmp_path / p).stat().st_size for p in partials] == [file.size_bytes for file in files]
     contents = write_all(writer, files)
-    assert names(tmp_path) == partials
+    assert names_below(tmp_path) == partials
     records = finished(writer, files)
-    assert names(tmp_path) == [file.path for file in files]
+    assert names_below(tmp_path) == [file.path for file in files]
     for file, record in zip(files, records, strict=True):
         data = (tmp_path / file.path).read_bytes()
         assert record == FileRecord(file.path, len(data), hashlib.sha256(data).hexdigest())
@@ -123,7 +119,7 @@ def test_what_fails_on_creation_leaves_no_file_and_no_descriptor(
     with pytest.raises(OutputError, match="The disk is full") as caught:
         UnitWriter(tmp_path, two_files())
     assert caught.value.exit_code == 4
-    assert names(tmp_path) == []
+    assert names_below(tmp_path) == []
     monkeypatch.undo()
     assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
@@ -174,16 +170,7 @@ def test_a_small_file_is_old_or_new_never_half(
         "sub/config.json", 14, hashlib.sha256(b"new and longer").hexdigest()
     )
     assert path.read_bytes() == b"new and longer"
-    assert names(tmp_path) == ["sub/config.json"]
-
-
-def test_sha256_of_a_file_larger_than_its_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = random.Random(0).randbytes(10_001)
-    (tmp_path / "x").write_bytes(data)
-    monkeypatch.setattr(file_access, "_CHUNK_BYTES", 1 << 10)
-    assert sha256_of(tmp_path / "x") == hashlib.sha256(data).hexdigest()
+    assert names_below(tmp_path) == ["sub/config.json"]
 
 
 # --- space and permissions ---------------------------------------------------------------------------------
@@ -195,7 +182,7 @@ def test_space_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
         check_space(tmp_path / "not" / "yet", 10**18)
     assert caught.value.exit_code == 4
     assert "MB free" in str(caught.value)
-    assert names(tmp_path) == []
+    assert names_below(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

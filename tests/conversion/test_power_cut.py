@@ -86,6 +86,3 @@ def test_a_journal_that_starts_anew_is_empty_before_it_is_written(tmp_path: Path
     node = played(before, recorder.ops).find(JOURNAL)
     assert node is not None
     assert (node.safe, node.is_synced) == (b"", True)
-
-
-# --- the recorder and the model themselves

@@ -23,7 +23,7 @@ from hqconv.schemas.grid import Grid
 from tests.make import command, hub_server
 from tests.make.conversions import assert_verified, evaluation_of, run
 from tests.make.hub_upload import UploadHub, serve_uploads
-from tests.make.qwen import write_qwen3_moe
+from tests.make.qwen import read_tree, write_qwen3_moe
 
 REPO = "org/name"
 
@@ -50,12 +50,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         yield server
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
-
-
 def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, bytes]:
     return {
         name: stored.data
@@ -66,7 +60,7 @@ def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, b
 
 def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
     """Every commit holds one of these artifacts, complete and alone; the first commit of a repo is empty."""
-    whole = [files_of(artifact) for artifact in artifacts]
+    whole = [read_tree(artifact) for artifact in artifacts]
     for number in range(len(hub.commits[branch])):
         found = there(hub, number, branch)
         assert found in whole or (number == 0 and not found)
@@ -75,11 +69,11 @@ def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") ->
 def test_one_commit_holds_all(out: Path, hub: UploadHub) -> None:
     said: list[str] = []
     report = push(out, REPO, announce=said.append)
-    assert there(hub) == files_of(out)
+    assert there(hub) == read_tree(out)
     assert_only_whole(hub, out)
     assert (len(hub.messages), len(hub.commits["main"])) == (1, 2)
-    assert (report.num_files, report.repo, report.branch) == (len(files_of(out)), REPO, None)
-    assert 0 < report.num_bytes < sum(map(len, files_of(out).values()))  # those of the manifest
+    assert (report.num_files, report.repo, report.branch) == (len(read_tree(out)), REPO, None)
+    assert 0 < report.num_bytes < sum(map(len, read_tree(out).values()))  # those of the manifest
     assert report.commit == hub.oid("main")
     assert said == [f"hashing and sending {report.num_files} files"]
 
@@ -110,9 +104,9 @@ def test_stopped_anywhere_and_pushed_again(example: Path, out: Path, hub: Upload
             break
         except HqconvError:
             num_failed += 1
-            assert there(hub) == files_of(example / "old")
+            assert there(hub) == read_tree(example / "old")
             assert num_failed < 30
-    assert there(hub) == files_of(out)
+    assert there(hub) == read_tree(out)
     assert num_failed > 1
     assert len(hub.sent) == len(set(hub.sent)) > sent  # no object twice
     assert_only_whole(hub, example / "old", out)
@@ -124,7 +118,7 @@ def test_an_evaluation_of_the_artifact_is_pushed(out: Path, hub: UploadHub) -> N
     push(out, REPO)
     write_evaluation(out, evaluation_of(read_manifest(out).sha256))
     assert push(out, REPO).num_files
-    assert there(hub) == files_of(out)
+    assert there(hub) == read_tree(out)
     write_evaluation(out, evaluation_of("0" * 64))
     assert push(out, REPO).num_files == 0
 
@@ -142,7 +136,7 @@ def test_files_of_others(example: Path, out: Path, hub: UploadHub) -> None:
     push(example / "old", REPO)
     hub.tree()["notes.txt"] = hub.tree()["config.json"]
     assert push(out, REPO).num_files
-    assert there(hub) == files_of(out) | {"notes.txt": there(hub)["notes.txt"]}
+    assert there(hub) == read_tree(out) | {"notes.txt": there(hub)["notes.txt"]}
     for name in ("tokenizer.json", ".gitignore"):
         tree = {name: hub.tree()["README.md"], "README.md": hub.tree()["README.md"]}
         hub.commits["main"].append(tree)
@@ -161,7 +155,7 @@ def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:
     assert there(hub)["README.md"] == b"edited on the Hub"
     (out / "README.md").write_text("edited here")
     push(out, REPO)
-    assert there(hub) == files_of(out)
+    assert there(hub) == read_tree(out)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +198,7 @@ def test_an_artifact_that_is_replaced_meanwhile(example: Path, out: Path, hub: U
 
     with pytest.raises(VerificationError):
         push(out, REPO, announce=exchange)
-    assert there(hub) == files_of(example / "old")
+    assert there(hub) == read_tree(example / "old")
 
 
 def test_a_file_that_changes_while_it_is_sent(out: Path, hub: UploadHub) -> None:
@@ -232,7 +226,7 @@ def test_private(
         hub_server.use(monkeypatch, hub.url, tmp_path / "cache")
         if is_private:
             push(out, REPO, private=True)
-            assert there(hub) == files_of(out)
+            assert there(hub) == read_tree(out)
         else:
             with pytest.raises(RequestError, match="is public"):
                 push(out, REPO, private=True)
@@ -285,7 +279,7 @@ def test_the_commands(example: Path, tmp_path: Path, hub: UploadHub) -> None:
         REPO,
         hub.oid("main"),
     )
-    assert there(hub) == files_of(tmp_path / "out")
+    assert there(hub) == read_tree(tmp_path / "out")
     assert "already holds the artifact" in call("push", tmp_path / "out", REPO).stdout
     document = json.loads(
         call("push", tmp_path / "out", REPO, "--branch", "x", "--json", "-q").stdout

@@ -20,9 +20,8 @@ from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
 from hqconv.verification import kernel
 from hqconv.verification.reference import Routing, moe_forward
-from hqconv.verification.result import CheckResult
-from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
-from tests.make.damage import LAYER, check_both_ways
+from tests.make.conversions import assert_verified, manifest, run
+from tests.make.damage import LAYER, both_ways
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_all
 
@@ -55,11 +54,6 @@ def schema_of(name: str, **words: Any) -> WeightSchema:
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rotation") / "src"
     return write_qwen3_moe(folder, num_layers=1, hidden_size=256, intermediate_size=256)
-
-
-def both_ways(out: Path, source: Path) -> CheckResult:
-    with Artifact(out) as artifact, open_source(source) as opened:
-        return check_both_ways(artifact, opened)
 
 
 def weights_of(src: Path, expert: int) -> dict[str, torch.Tensor]:
@@ -122,16 +116,6 @@ def test_blocks_are_not_cut(src: Path, tmp_path: Path) -> None:
     assert refused.value.remedy == "TP sizes that work: 1."
     with pytest.raises(RequestError, match="does not fit the hidden size"):
         run(src, tmp_path / "out", schema_of("int8", hadamard_block_size=512))
-
-
-def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
-    """Codes rotated in blocks of 128 under a manifest that says 64."""
-    out = tmp_path / "out"
-    run(src, out, schema_of("int8"), Grid(2))
-    document = manifest(out)
-    document["weight_schema"]["hadamard_block_size"] = 64
-    write_manifest(out, document)
-    assert not check(out, src, "weights").passed
 
 
 @pytest.mark.parametrize("size", [128, 64, 0])

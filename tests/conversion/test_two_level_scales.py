@@ -15,12 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view, open_rank_file
-from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.conversions import assert_verified, manifest, run
 from tests.make.input_scales import (
     compressed_nvfp4,
     expected,
@@ -102,40 +100,6 @@ def test_hummings_layer_config_reads_the_scale_of_a_tensor(tmp_path: Path) -> No
         torch.equal(static[name].view(torch.uint8), one.view(torch.uint8))
         for name, one in dynamic.items()
     )
-
-
-def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> None:
-    """vLLM's experts read `w13_input_scale_2` and `w2_input_scale_2` of the layer in this mode."""
-    run(save(tmp_path / "src", modelopt_nvfp4()), tmp_path / "out", "source", **STATIC)
-    gemms = hqconv.load(tmp_path / "out", layer=LAYER)
-    assert {gemm: one.tensors["input_scale_2"].tolist() for gemm, one in gemms.items()} == {
-        gemm: [scale] for gemm, scale in expected().items()
-    }
-    view = open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
-    path = tmp_path / f"out/experts/tp0-ep0/{LAYER}.safetensors"
-    file = open_rank_file(view, LAYER, 0, 0, path)
-    assert {one for one in file.tensors if "input_scale" in one} == {
-        "w13_input_scale_2",
-        "w2_input_scale_2",
-    }
-
-
-def test_verify_finds_another_scale(tmp_path: Path) -> None:
-    source = save(tmp_path / "src", compressed_nvfp4())
-    run(source, tmp_path / "out", "source", **STATIC)
-    path = tmp_path / f"out/experts/tp0-ep0/{LAYER}.safetensors"
-    scale = torch.tensor([manifest(tmp_path / "out")["blocks"][LAYER]["w2"]["input_scale"]])
-    data = path.read_bytes()
-    assert data.count(scale.numpy().tobytes()) == 1
-    path.write_bytes(data.replace(scale.numpy().tobytes(), (scale * 2).numpy().tobytes()))
-    findings = [
-        one
-        for result in check(tmp_path / "out", source, "weights").results
-        for one in result.findings
-    ]
-    assert [one.where for one in findings] == [
-        f"experts/tp0-ep0/{LAYER}.safetensors, tensor {LAYER}.w2_input_scale_2"
-    ]
 
 
 def weights_only() -> Source:

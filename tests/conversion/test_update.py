@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hqconv.conversion.output_folder import side_folder
-from hqconv.errors import OutputError, RequestError
 from tests.make import command, hub_server
 from tests.make.conversions import run, run_until
 from tests.make.models import save_model
@@ -141,17 +140,6 @@ def test_another_unfinished_conversion_beside_the_right_artifact(src: Path, tmp_
     assert renew(src, out).was_finished
     assert snapshot(out) == before
     assert not side_folder(out).exists()
-
-
-def test_files_of_others_are_refused(src: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    renew(src, out)
-    (out / "mine.txt").write_text("x")
-    with pytest.raises(OutputError, match="did not make"):
-        renew(src, out, "int8")
-    assert (out / "mine.txt").exists()
-    with pytest.raises(RequestError, match="exclude each other"):
-        renew(src, out, resume=True)
 
 
 # --- a source on the Hub -----------------------------------------------------------------------------------

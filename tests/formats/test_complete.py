@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -69,18 +67,6 @@ def test_fp8_groups_come_from_the_scale(
     )
 
 
-def test_which_second_scale_divides() -> None:
-    assert ALL["modelopt-nvfp4"].completed().format.option("scale_2") == "multiplies"
-    assert ALL["ct-nvfp4"].completed().format.option("scale_2") == "divides"
-
-
-def test_a_group_index_permutes() -> None:
-    assert ALL["ct-int4-actorder"].completed().format.is_permuted
-    assert ALL["ct-int4-channel"].completed().unused == {
-        "weight_shape": "shape of the packed weight: implied"
-    }
-
-
 def test_desc_act_is_permuted_unless_there_is_one_group() -> None:
     case = ALL["gptq-desc-act"]
     assert case.completed().format.is_permuted
@@ -93,11 +79,6 @@ def test_desc_act_is_permuted_unless_there_is_one_group() -> None:
     assert not resolve_format(channel, headers, *case.shape).format.is_permuted
 
 
-def test_a_reciprocal_is_float32() -> None:
-    assert ALL["bitnet"].completed().format.scale_dtype == "float32"
-    assert ALL["bitnet-auto"].completed().format.scale_dtype == "bfloat16"
-
-
 def test_fp4_elements_and_bytes() -> None:
     declared = ALL["mxfp4-deepseek-v4"].declared
     for code, columns in (("U8", 32), ("I8", 32), ("F4", 32), ("F4", 64)):
@@ -106,11 +87,6 @@ def test_fp4_elements_and_bytes() -> None:
             "weight": "weight",
             "scale": "scale",
         }
-
-
-def test_plain_floats() -> None:
-    done = resolve_format(PLAIN, headers_of(weight=("BF16", (3, 5)), bias=("F32", (3,))), 3, 5)
-    assert done == ResolvedFormat(PLAIN, {"weight": "weight", "bias": "bias"}, {})
 
 
 def test_bitsandbytes() -> None:
@@ -216,12 +192,6 @@ def test_declared_codes_and_stored_codes() -> None:
 def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, text: str) -> None:
     raw = "weight" if declared.encoding in ("mxfp4", "nvfp4", "bitnet") else "qweight"
     refused(declared, {raw: TensorSpec("m." + raw, "U8", (n, k))}, n, k, text)
-
-
-def test_no_torch_is_loaded() -> None:
-    code = "import sys, hqconv.formats.encoding; print('torch' in sys.modules or 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_the_cases_are_of_every_decoder() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 import time
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -23,7 +21,6 @@ from hqconv.formats.quant_config import (
     regex_matcher,
     skipped_by_transformers,
 )
-from tests.make.places import REPO
 
 MODULES = [
     *(
@@ -109,25 +106,6 @@ def test_any_pattern_matches_as_re_does(pattern: str, name: str) -> None:
     except (RequestError, re.error):
         return
     assert found == expected
-
-
-def published_configs() -> Iterator[dict[str, Any]]:
-    for path in sorted((REPO / "tests/data/models").rglob("*.json")):
-        stack = [json.loads(path.read_bytes())]
-        while stack:
-            value = stack.pop()
-            if isinstance(value, dict):
-                stack += value.values()
-                config = value.get("quantization_config")
-                if isinstance(config, dict) and {"quant_method", "quantization"} & set(config):
-                    yield config
-
-
-def test_published_patterns_are_matched() -> None:
-    configs = list(published_configs())
-    assert len(configs) > 5
-    for config in configs:
-        declared_formats(config, {}).of(NAME)
 
 
 BOMB = "(?:[a-z.0-9_]+)+!"

@@ -97,17 +97,6 @@ def test_zeros_of_symmetric_codes_must_be_the_midpoint(tmp_path: Path) -> None:
     assert_equal(decoded(tmp_path / "without", replace(proof, tensors=without)), proof)
 
 
-def test_asymmetric_codes_need_their_zeros(tmp_path: Path) -> None:
-    proof = recording("quark-int4-zp")
-    without = {
-        key: tensor
-        for key, tensor in proof.tensors.items()
-        if not key.endswith("weight_zero_point")
-    }
-    with pytest.raises(InputError, match="is missing"):
-        decoded(tmp_path / "source", replace(proof, tensors=without))
-
-
 def test_block_scales_may_keep_the_dimensions_of_blocks(tmp_path: Path) -> None:
     """ModelOpt stores [N / 128, 1, K / 128, 1]; other shapes of four dimensions are refused."""
     proof = recording("modelopt-fp8-blocks")

@@ -136,12 +136,6 @@ def test_deepseek_v4_fp8_experts_follow_the_blocks() -> None:
     assert (found.encoding, found.group_n, found.group_k) == ("fp8", 128, 128)
 
 
-def test_deepseek_v4_experts_requantized_to_nvfp4() -> None:
-    found = declared({**DEEPSEEK_V4, "moe_quant_algo": "NVFP4"}, expert_dtype="fp4")
-    assert found.of("layers.0.ffn.experts.0.w1").encoding == "nvfp4"
-    assert found.of("layers.0.ffn.shared_experts.w1").encoding == "fp8"
-
-
 def test_dense_layers_around_routed_experts_in_mxfp4_are_fp8() -> None:
     found = declared({**CONFIGS["mimo_v2"], "ignored_layers": [ATTENTION]})
     for dense in (SHARED, "model.layers.0.mlp.gate_proj"):

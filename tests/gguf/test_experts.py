@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv import inspect, plan
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.encoding import SourceMatrix
 from hqconv.gguf.header import read_header
@@ -162,21 +161,6 @@ def test_every_type_decodes_as_llama_cpp_does(tmp_path: Path, kind: Kind) -> Non
             stored = read(source, experts, 0, expert)
             for word, role in ROLES.items():
                 assert_bits(stored[role].values(), np.resize(values, SHAPES[word])[expert])
-
-
-def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:
-    with open_gguf(model) as source:
-        assert isinstance(source, GgufSource)
-        experts = source.map_experts()
-        assert [block.format.name for block in experts.layers] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
-        assert [block.index for block in experts.layers] == [0, 1]
-        for layer in range(2):
-            stored = read(source, experts, layer, 3)
-            for word, role in ROLES.items():
-                assert_bits(
-                    stored[role].values(), floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])[3]
-                )
-        assert stored["w1"].coded is None
 
 
 def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,17 +323,6 @@ def test_every_tensor_is_counted_once(
 
 def test_inspect_loads_nothing_heavy(model: Path) -> None:
     assert cold("inspect", model)[0] == set()
-
-
-def test_inspect_and_dry_run(model: Path, tmp_path: Path) -> None:
-    document = inspect(model)
-    assert document["convertible"]
-    assert document["direct_schemas"] == []
-    formats = [layer["source_format"] for layer in document["blocks"]]
-    assert formats == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
-    assert len(plan(model, schema="int4", target="sm90").experts.dropped) == 3
-    with pytest.raises(RequestError, match="no kernel reads codes of this kind"):
-        run(model, tmp_path / "out", "source")
 
 
 def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:

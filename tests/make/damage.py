@@ -173,6 +173,12 @@ class Damaged:
             slot[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
+def both_ways(out: Path, source: Path) -> CheckResult:
+    """`check_both_ways` of the artifact and the source in two folders."""
+    with Artifact(out) as artifact, open_source(source) as opened:
+        return check_both_ways(artifact, opened)
+
+
 def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cpu") -> CheckResult:
     """The weights check expert by expert, once it is shown that batches on a device (of torch's) find the same."""
     result = check_weights(artifact, source, None, 2, GIB)

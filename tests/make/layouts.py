@@ -229,7 +229,7 @@ def _deepseek_config(model_type: str, **more: Any) -> Callable[[Sizes], Json]:
     }
 
 
-def _inner_config(model_type: str) -> Callable[[Sizes], Json]:
+def inner_config(model_type: str) -> Callable[[Sizes], Json]:
     return lambda sizes: {
         "model_type": model_type,
         "hidden_act": "silu",
@@ -271,7 +271,7 @@ DEEPSEEK_V4 = Layout(
 GPT_OSS = Layout(
     f"{_LAYER}.mlp.experts",
     _GATE_UP_DOWN,
-    _inner_config("gpt_oss"),
+    inner_config("gpt_oss"),
     f"{_LAYER}.mlp.router.weight",
     fused=Fused(interleaved=True),
 )
@@ -284,7 +284,7 @@ MIMO_V2 = replace(
 MINIMAX_M3 = Layout(
     "language_model.model.layers.{layer}.block_sparse_moe.experts",
     ("w1", "w3", "w2"),
-    _nested(_inner_config("minimax_m3_vl_text"), "minimax_m3_vl"),
+    _nested(inner_config("minimax_m3_vl_text"), "minimax_m3_vl"),
     "language_model.model.layers.{layer}.block_sparse_moe.gate.weight",
     ("language_model.model.layers.{layer}.self_attn.o_proj",),
     norm="language_model.model.layers.{layer}.input_layernorm.weight",
@@ -323,7 +323,7 @@ def llama4(**fused: Any) -> Layout:
     return Layout(
         f"{layer}.feed_forward.experts",
         _GATE_UP_DOWN,
-        _nested(_inner_config("llama4_text"), "llama4"),
+        _nested(inner_config("llama4_text"), "llama4"),
         f"{layer}.feed_forward.router.weight",
         norm=f"{layer}.input_layernorm.weight",
         fused=Fused(transposed=True, **fused),

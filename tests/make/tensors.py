@@ -78,6 +78,11 @@ def with_one_nan(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers.isnan(), torch.nan, numbers)
 
 
+def names_below(folder: Path) -> list[str]:
+    """Every file's path, sorted."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file's digest, by path."""
     return {

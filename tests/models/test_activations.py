@@ -160,25 +160,6 @@ def test_what_is_not_understood_has_a_name_and_nothing_else(
     assert not found.is_known(gated=True)
 
 
-def test_every_layer_has_its_own_number_and_an_inner_model_type_its_own_keys() -> None:
-    config: Config = {
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "swiglu_limits": [0.0, 7.0, None],
-    }
-    assert mapped("qwen3_moe", config) == [SILU, Activation("silu+swiglu_limits"), SILU]
-    text = {
-        "model_type": "bailing_moe_v3",
-        "hidden_act": "silu",
-        "expert_swiglu_limit_list": [0, 7, 0],
-    }
-    assert mapped("bailing_moe_v3", {"model_type": "unheard_of", "text_config": text}) == [
-        SILU,
-        clamp(7.0),
-        SILU,
-    ]
-
-
 def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
     """The closest row is deepseek_v4's, for its names."""
     config = {"model_type": "brand_new", "hidden_act": "silu"}

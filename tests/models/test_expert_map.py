@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.families import (
-    BY_MODEL_TYPE,
-    BY_NAME,
-    FAMILIES,
-    GATE_UP_DOWN,
-    UNSUPPORTED,
-    Family,
-)
+from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, UNSUPPORTED, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.models.tensor_names import decoder_layer
 from hqconv.schemas.activation import Activation
@@ -301,23 +294,6 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
         map_experts(tensors, config_of(family, family.model_types[0]), config)
 
 
-def test_a_config_is_asked_for_the_names_of_the_tensors() -> None:
-    family, tensors = BY_NAME["mixtral"], Tensors()
-    put_layer(
-        tensors, dataclasses.replace(family, projections=GATE_UP_DOWN), LAYER, dtype="F8_E4M3"
-    )
-    for name in [*tensors]:
-        put(tensors, f"{name}_scale", tensors[name].shape[0], 1)
-    scheme = {"targets": [name.removesuffix(".weight") for name in tensors], "weights": FP8_CHANNEL}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"a": scheme},
-    }
-    (layer,) = map_experts(tensors, config_of(family, "mixtral"), config).layers
-    assert layer.format.encoding == "fp8"
-
-
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
 CT = {
     "quant_method": "compressed-tensors",
@@ -435,35 +411,6 @@ def test_every_layer_of_experts_has_a_router() -> None:
     )  # its router may have a name of its own
     alone = {name: ref for name, ref in tensors.items() if "expert" in name}
     assert len(map_experts(alone, config).layers) == 3
-
-
-def test_layers_are_in_number_order_and_mtp_last() -> None:
-    tensors: Tensors = {}
-    for layer in ("mtp.layers.0.mlp", "model.layers.10.mlp", "model.layers.9.mlp"):
-        put_layer(tensors, QWEN, f"{layer}.experts")
-    found = map_experts(tensors, config_of(QWEN, "qwen3_next"))
-    assert [(b.index, b.name.split(".mlp")[0]) for b in found.layers] == [
-        (9, "model.layers.9"),
-        (10, "model.layers.10"),
-        (12, "mtp.layers.0"),
-    ]
-
-
-def test_text_config_is_used() -> None:
-    tensors: Tensors = {}
-    family = BY_MODEL_TYPE["deepseek_v3"]
-    put_layer(tensors, family, "language_model.model.layers.1.mlp.experts")
-    put(tensors, "vision_tower.patch_embed.weight", 8, 3, 2, 2)
-    found = map_experts(
-        tensors, {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
-    )
-    assert found.chosen_because.startswith("model_type deepseek_v3")
-    assert found.layers[0].top_k == TOP_K
-    assert found.copied == ("vision_tower.patch_embed.weight",)
-    nested = {"model_type": "qwen3_5_moe", "text_config": config_of(QWEN, "qwen3_5_moe_text")}
-    tensors = {}
-    put_layer(tensors, QWEN, "model.language_model.layers.0.mlp.experts")
-    assert map_experts(tensors, nested).chosen_because.startswith("model_type qwen3_5_moe;")
 
 
 def test_architectures_that_are_no_names_are_passed_over() -> None:
@@ -606,21 +553,6 @@ def test_a_part_beside_unmarked_stacks_is_refused(name: str) -> None:
     put(tensors, f"model.text.blocks.2.mlp.{name}", E, INTER)
     with pytest.raises(InputError, match=rf"not understood\.\n.*blocks\.2\.mlp\.{name}"):
         map_experts(tensors, config_of(MOONDREAM, "moondream3"))
-
-
-def test_banks_of_experts_are_layers_and_drafts_follow_the_decoder() -> None:
-    family = BY_MODEL_TYPE["interns2_mobius"]
-    tensors: Tensors = {}
-    for layer in ("meta_mlp.1", "meta_mlp.0"):
-        put_stacks(tensors, family, f"model.language_model.{layer}.experts")
-    put_stacks(tensors, family, "mtp.layers.0.mlp.experts")
-    put(tensors, "model.language_model.layers.0.mlp.shared_expert.up_proj.weight", INTER, H)
-    found = map_experts(tensors, {"text_config": config_of(family, "interns2_mobius_text")})
-    assert [(layer.index, layer.name.split(".experts")[0]) for layer in found.layers] == [
-        (0, "model.language_model.meta_mlp.0"),
-        (1, "model.language_model.meta_mlp.1"),
-        (NUM_LAYERS, "mtp.layers.0.mlp"),
-    ]
 
 
 def test_attention_with_a_gate_or_experts_of_values_is_copied() -> None:

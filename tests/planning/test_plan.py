@@ -1,4 +1,4 @@
-"""The plan: headers the safetensors library reads, bytes placed once each, refusals that help."""
+"""The plan: headers the safetensors library reads, bounded shards, refusals that help."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import dataclasses
 import json
 import math
 import re
-import time
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.planning import output_units as groups_module
-from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_file
+from hqconv.planning import output_units
+from hqconv.planning.output_units import CopiedShardPlan, build_file
 from hqconv.planning.plan import ConversionPlan, make_plan
 from hqconv.planning.spec import ConversionSpec, default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
+from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import DTYPES, TensorRef, TensorSpec, num_bits
 from hqconv.schemas.weight_schema import WeightSchema
@@ -144,100 +141,6 @@ def test_a_planned_file_is_read_by_the_library(
 # --- places ------------------------------------------------------------------------------------------------
 
 
-def all_places(group: MoeLayerPlan, plan: ConversionPlan) -> Iterable[tuple[str, TensorRef]]:
-    """Every write of a layer that the pipeline will make: (tensor name, place)."""
-    layer, grid = group.layer, plan.spec.grid
-    if plan.spec.layout == artifact_names.KERNEL:
-        for tp_rank, ep_rank in grid.ranks:
-            for indices, local in group.neighbours(range(layer.num_experts)).get(ep_rank, []):
-                for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
-                    yield from (
-                        (f"{layer.name}.{name}", tensor.entry(local + i))
-                        for i in range(len(indices))
-                    )
-        return
-    for expert, projections in enumerate(layer.sources):
-        for projection, roles in projections.items():
-            source = roles["weight"].name.removesuffix("weight")
-            for name in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
-                index = group.expert_files[expert]
-                if source + name in group.files[index].tensors:
-                    yield source + name, group.packed_place(expert, projection, name)
-
-
-def check_tiling(group: MoeLayerPlan, plan: ConversionPlan) -> None:
-    """Each file's bytes behind its header are written exactly once, each place inside its own tensor."""
-    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for name, place in all_places(group, plan):
-        tensor = group.files[place.file].tensors[name]
-        end = place.offset_bytes + place.num_bytes
-        assert (
-            tensor.offset_bytes
-            <= place.offset_bytes
-            < end
-            <= tensor.offset_bytes + tensor.num_bytes
-        )
-        spans[place.file].append((place.offset_bytes, end))
-    assert sorted(spans) == list(range(len(group.files)))
-    for index, file in enumerate(group.files):
-        position = len(file.header)
-        for begin, end in sorted(spans[index]):
-            assert begin == position, (file.path, begin, position)
-            position = end
-        assert position == file.size_bytes
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    experts=st.integers(1, 9),
-    tp=st.sampled_from([1, 2, 3, 6]),
-    ep=st.integers(1, 6),
-    placement=st.sampled_from([LINEAR, ROUND_ROBIN]),
-    redundant=st.integers(0, 12),
-    name=st.sampled_from(["mxfp4", "nvfp4", "int4-g32-zp", "fp8-tensor", "int3-g64"]),
-    dtype=st.sampled_from(["bfloat16", "float16"]),
-)
-def test_places_tile_every_rank_file(
-    experts: int, tp: int, ep: int, placement: str, redundant: int, name: str, dtype: str
-) -> None:
-    ep = min(ep, experts + redundant)
-    grid = Grid(tp, ep, placement, redundant)
-    plan = plan_of(synthetic(2, experts, 128, 384), name, grid, param_dtype=dtype)
-    assert [len(group.files) for group in plan.layers] == [tp * ep] * 2
-    for group in plan.layers:
-        check_tiling(group, plan)
-        for (tp_rank, ep_rank), file in zip(grid.ranks, group.files, strict=True):
-            assert file.path == f"experts/tp{tp_rank}-ep{ep_rank}/{group.name}.safetensors"
-            local = len(grid.local_experts(experts, ep_rank))
-            metadata = json.loads(file.header[8:])["__metadata__"]
-            for tensor in file.tensors.values():
-                assert tensor.shape[0] == local
-            assert [json.loads(metadata[gemm])["num_experts"] for gemm in ("w13", "w2")] == [
-                local,
-                local,
-            ]
-
-
-@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
-def test_copied_tensors_are_all_there_in_bounded_shards(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
-    source = synthetic()
-    plan = plan_of(source)
-    copies = [group for group in plan.units if isinstance(group, CopiedShardPlan)]
-    assert [ref.name for group in copies for ref in group.refs] == list(source[1].copied)
-    for group in copies:
-        sizes = [tensor.num_bytes for tensor in group.files[0].tensors.values()]
-        assert sum(sizes) <= limit or len(sizes) == 1
-        assert {n: (t.dtype, t.shape) for n, t in group.files[0].tensors.items()} == {
-            ref.name: (ref.dtype, ref.shape) for ref in group.refs
-        }
-    single = ["model.safetensors"] if len(copies) == 1 else None
-    assert single is None or [g.name for g in copies] == single
-    assert artifact_names.INDEX in plan.paths
-
-
 def test_a_single_shard_has_an_index_beside_the_experts_folders_only() -> None:
     checkpoint, experts = synthetic(layers=1)
     alone = (checkpoint, dataclasses.replace(experts, copied=()))
@@ -261,23 +164,6 @@ def refused(*args: Any, **words: Any) -> str:
         plan_of(*args, **words)
     assert caught.value.exit_code == 2
     return str(caught.value)
-
-
-def test_a_tp_size_that_cuts_a_group_is_refused_with_those_that_work() -> None:
-    message = refused(synthetic(inner=768), "int4", Grid(tp=4))
-    assert "model.layers.0.mlp.experts" in message
-    assert "TP sizes that work: 1, 2, 3, 6" in message
-    assert "TP sizes that work: 1, 2, 4, 8" in refused(synthetic(inner=256), "mxfp4", Grid(tp=3))
-
-
-def test_a_schema_that_does_not_fit_is_refused() -> None:
-    assert "hidden size" in refused(synthetic(hidden=160), "int4")
-    assert "TP sizes that work: none" in refused(synthetic(inner=96), "fp8-block")
-
-
-def test_more_ep_ranks_than_experts_is_refused() -> None:
-    assert "--ep <= 5" in refused(synthetic(experts=5), "mxfp4", Grid(ep=6))
-    assert plan_of(synthetic(experts=5), "mxfp4", Grid(ep=6, redundant=1)).units
 
 
 @pytest.mark.parametrize(
@@ -320,24 +206,12 @@ def test_every_schema_can_be_planned_or_is_refused(name: str, dtype: str) -> Non
     """No assertion of Humming's reaches the user, in either layout."""
     for layout in ("kernel", "checkpoint"):
         try:
-            plan = plan_of(synthetic(1, 3), name, layout=layout, param_dtype=dtype)
+            plan_of(synthetic(1, 3), name, layout=layout, param_dtype=dtype)
         except RequestError as error:
             assert "no kernel" in str(error)  # noqa: PT017
-        else:
-            check_tiling(plan.layers[0], plan)
 
 
 # --- the rest ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("grid", [Grid(), Grid(8, 16), Grid(1, 64, ROUND_ROBIN, 32)], ids=str)
-def test_a_kimi_sized_model_is_planned_in_seconds(grid: Grid) -> None:
-    source = synthetic(60, 384, 7168, 2048)
-    plan_of(synthetic(1, 3), "mxfp4")  # load Humming first
-    started = time.process_time()
-    plan = plan_of(source, "mxfp4", grid)
-    assert time.process_time() - started < 60  # a guard against a square, no measurement
-    assert 0.5e12 < plan.num_bytes_out < 0.7e12
 
 
 @pytest.mark.parametrize(
@@ -428,3 +302,23 @@ def test_quantization_config_is_hummings_words(name: str) -> None:
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
     target = humming_schema(schema_of(name))
     assert type(target).from_config(words) == target
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
+def test_copied_tensors_are_all_there_in_bounded_shards(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_units, "MAX_SHARD_BYTES", limit)
+    source = synthetic()
+    plan = plan_of(source)
+    copies = [group for group in plan.units if isinstance(group, CopiedShardPlan)]
+    assert [ref.name for group in copies for ref in group.refs] == list(source[1].copied)
+    for group in copies:
+        sizes = [tensor.num_bytes for tensor in group.files[0].tensors.values()]
+        assert sum(sizes) <= limit or len(sizes) == 1
+        assert {n: (t.dtype, t.shape) for n, t in group.files[0].tensors.items()} == {
+            ref.name: (ref.dtype, ref.shape) for ref in group.refs
+        }
+    single = ["model.safetensors"] if len(copies) == 1 else None
+    assert single is None or [g.name for g in copies] == single
+    assert artifact_names.INDEX in plan.paths

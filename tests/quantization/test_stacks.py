@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hqconv.errors import RequestError
 from hqconv.jit import Helpers
-from hqconv.kernel_layout.transform import kernel_form, to_kernel
-from hqconv.quantization import quantize
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_stacks
 from tests.make.quantized import assert_gpu_recipe_agrees, assert_same_stacks
-from tests.make.tensors import assert_same
 
 SHAPE = (128, 384)
 NUM_EXPERTS = 3
@@ -66,37 +60,3 @@ def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
 def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> None:
     stacks = hard_stacks(torch.bfloat16, *SHAPE, NUM_EXPERTS)
     assert_gpu_recipe_agrees(stacks, resolve_schema(name), param_dtype, RTN)
-
-
-@pytest.mark.parametrize(
-    ("name", "param_dtype"), [*zip(SCHEMAS, 11 * ("float16", "bfloat16"), strict=True)]
-)
-def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> None:
-    schema = resolve_schema(name)
-    # One expert's scales leave float16's range and need a second scale, the others' do not.
-    stack = hard_stacks(torch.bfloat16, *SHAPE, NUM_EXPERTS)[0] * torch.tensor(
-        [1.0, 2.0**-24, 1.0]
-    ).bfloat16().view(-1, 1, 1)
-    [quantized] = quantize_stacks([stack], schema, param_dtype)
-    form = kernel_form(*SHAPE, kernel_spec_of(schema, param_dtype, 90))
-    whole = to_kernel(form, quantized.tensors)
-    for e in range(NUM_EXPERTS):
-        alone = to_kernel(
-            form, {key: tensor[e : e + 1] for key, tensor in quantized.tensors.items()}
-        )
-        assert alone.keys() == whole.keys()
-        for key, tensor in alone.items():
-            assert_same(whole[key][e : e + 1], tensor, key)
-
-
-def test_without_a_c_compiler_there_is_an_error_that_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(_: torch.Tensor) -> None:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-    monkeypatch.setattr(quantize, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
-    with pytest.raises(RequestError) as info:
-        quantize.check_kernels(torch.device("cpu"))
-    assert info.value.found.startswith("RuntimeError: Failed to find C compiler")
-    assert "--device cpu" in str(info.value)

@@ -92,19 +92,6 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
     )
 
 
-def test_dry_run_notes_what_stands_in_the_way(model: Path, artifact: Path, tmp_path: Path) -> None:
-    assert "finished artifact" in plan_of(model, "-o", artifact)["notes"][0]
-    assert plan_of(model, "-o", artifact, "--overwrite")["notes"] == []
-    (tmp_path / "file").write_text("")
-    assert "found: a file" in plan_of(model, "-o", tmp_path / "file")["notes"][0]
-    assert "did not make" in plan_of(model, "-o", tmp_path, "--overwrite")["notes"][0]
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / ".hqconv-progress.jsonl").write_text("{}\n")
-    assert "--resume" in plan_of(model, "-o", tmp_path / "unfinished")["notes"][0]
-    assert plan_of(model, "-o", tmp_path / "unfinished", "--resume")["notes"] == []
-    assert "lie in the source" in plan_of(model, "-o", model / "out")["notes"][0]
-
-
 def test_dry_run_of_a_huge_checkpoint_is_quick(tmp_path: Path) -> None:
     """60 layers of 384 experts, 2 TB of holes."""
     script = REPO / "scripts/make_checkpoint.py"

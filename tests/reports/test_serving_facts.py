@@ -15,7 +15,6 @@ from hqconv.errors import InputError, RequestError
 from hqconv.schemas.engine import AttentionHeads, attention_heads
 from tests.make.command import call
 from tests.make.qwen import write_qwen3_moe
-from tests.make.tensors import snapshot
 
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
 
@@ -191,23 +190,3 @@ def test_a_missing_index_is_said(names: tuple[str, ...], tmp_path: Path) -> None
     (model / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match="save_pretrained"):
         hqconv.inspect(model)
-
-
-def test_numbered_shards_need_no_index(tmp_path: Path) -> None:
-    model = write(tmp_path / "model", num_layers=1)
-    tensors = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    weight_map = {}
-    for number in (1, 2):
-        shard = f"model-0000{number}-of-00002.safetensors"
-        names = list(tensors)[number - 1 :: 2]
-        save_file({name: tensors[name] for name in names}, model / shard)
-        weight_map |= dict.fromkeys(names, shard)
-    options: dict[str, Any] = {"schema": "mxfp4", "target": "sm90", "device": "cpu"}
-    without = hqconv.convert(model, tmp_path / "without", **options)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with_index = hqconv.convert(model, tmp_path / "with_index", **options)
-    first, second = (snapshot(report.out) for report in (without, with_index))
-    weights = [name for name in first if name.endswith(".safetensors")]
-    assert len(weights) == 2
-    assert all(first[name] == second[name] for name in weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -26,20 +25,16 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dtype"), [*zip(MODELS, itertools.cycle(["bfloat16", "float32"]), strict=False)]
-)
-def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str, dtype: str) -> None:
-    out = make(
-        tmp_path / "m", "--model-type", model_type, "--dtype", dtype, "--shard-size", "200KB"
-    )
+@pytest.mark.parametrize("model_type", MODELS)
+def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str) -> None:
+    out = make(tmp_path / "m", "--model-type", model_type, "--shard-size", "200KB")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, dtype="auto"
     )
     assert type(model).__name__ == MODELS[model_type].architecture
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], kind
-    assert model.dtype == getattr(torch, dtype)
+    assert model.dtype == torch.bfloat16
     logits = model(torch.tensor([[1, 5, 9]])).logits
     assert logits.isfinite().all()
     assert logits.std() > 0

@@ -129,7 +129,7 @@ def test_a_false_artifact_and_what_is_left_over_are_seen(place: Place) -> None:
     ],
 )
 def test_manners(code: int, stderr: str, problem: str) -> None:
-    found = manners(Ended(code, 0.0, 0.0, "", stderr, "", 0), (0, 4, -9))
+    found = manners(Ended(code, "", stderr, "", 0), (0, 4, -9))
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
 

@@ -51,14 +51,6 @@ LIBRARY = (
 )
 
 
-def test_each_code_is_found() -> None:
-    first, second = fat_binaries(LIBRARY)
-    assert [(one.kind, one.sm, LIBRARY[one.begin : one.begin + one.size]) for one in first] == [
-        *FIRST
-    ]
-    assert [one.sm for one in second] == [80, 89, 100, 120]
-
-
 @pytest.mark.parametrize(
     ("sm", "kept"), [(90, {b"code90!!", b"only-89!"}), (80, {b"code80!!", b"only-80!"})]
 )

@@ -566,13 +566,6 @@ def test_an_index_and_files_that_disagree(tmp_path: Path) -> None:
     refuse(root, "tensor 'a'", f"{FIRST} and {SECOND}")
 
 
-def test_a_broken_shard_is_named(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
-    path = root / "model-2-of-2.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-    refuse(root, str(path), "truncated")
-
-
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     file = root / "model-1-of-2.safetensors"
@@ -615,20 +608,6 @@ def test_reads_into_typed_buffers(tmp_path: Path) -> None:
 def test_reads_outside_the_tensor(big: Path, start: int, num_bytes: int) -> None:
     with open_source(big) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
         checkpoint.read_into(checkpoint.tensors["t1.0"], bytearray(num_bytes), start)
-
-
-def test_short_reads_are_continued(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = os.preadv, []
-
-    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(offset)
-        return real(fd, [buffers[0][:999]], offset)
-
-    monkeypatch.setattr(os, "preadv", short)
-    with open_source(big) as checkpoint:
-        want = safetensors.safe_open(big / "model-3.safetensors", "np").get_tensor("t3.5")
-        assert read_all(checkpoint, "t3.5") == want.tobytes()
-    assert len(calls) == 41
 
 
 def test_threads_read_the_right_bytes_through_one_descriptor_a_file(

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from hqconv.verification.result import CheckResult
 from tests.make import conversions
 from tests.make.formats import FORMATS, KINDS, FormatSpec, Written, write
 from tests.make.layouts import GPT_OSS_QUARK, Block, plain
-from tests.make.packing import mxfp4
+from tests.make.qwen import read_tree
 
 ROLES = {"w1": 0, "w3": 1, "w2": 2}
 DIRECT = [name for name, spec in FORMATS.items() if spec.direct]
@@ -77,13 +76,6 @@ def plain_twin(folder: Path, written: Written) -> Path:
         words.pop(key, None)
     (folder / "config.json").write_text(json.dumps(words))
     return folder
-
-
-def expert_files(out: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(out).as_posix(): p.read_bytes()
-        for p in sorted((out / "experts").rglob("*.*"))
-    }
 
 
 def layers(out: Path) -> list[dict[str, Any]]:
@@ -153,15 +145,6 @@ def test_layers_that_have_the_schema_already_are_kept(get: Get, tmp_path: Path) 
         conversions.assert_verified(out, written.folder)
 
 
-def test_gate_and_up_with_scales_of_their_own_are_quantized_anew(get: Get, tmp_path: Path) -> None:
-    written, out = get("modelopt-nvfp4-apart"), tmp_path / "out"
-    conversions.run(written.folder, out, "nvfp4")
-    errors = layers(out)[0]["quantization_error"]
-    counts = {role: error["num_experts_requantized"] for role, error in errors.items()}
-    assert counts == {"w1": 3, "w3": 3, "w2": 0}
-    conversions.assert_verified(out, written.folder)
-
-
 # --- quantized anew ----------------------------------------------------------------------------------------
 
 
@@ -179,7 +162,7 @@ def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_pat
     schema, out, twin = target_of(written), tmp_path / "out", tmp_path / "twin"
     conversions.run(written.folder, out, schema)
     conversions.run(plain_twin(tmp_path / "plain", written), twin, schema)
-    assert expert_files(out) == expert_files(twin)
+    assert read_tree(out / "experts") == read_tree(twin / "experts")
     decoded = {layer: dequantize(out, layer=layer) for layer in written.truth}
     for layer, words in conversions.manifest(out)["blocks"].items():
         is_plain = words["source_format"]["decoder"] == "float"
@@ -198,7 +181,7 @@ def test_floats_of_gate_and_up_in_one_tensor_of_an_expert(tmp_path: Path) -> Non
     out, twin = tmp_path / "out", tmp_path / "twin"
     conversions.run(written.folder, out, "mxfp4", Grid(tp=2))
     conversions.run(plain_twin(tmp_path / "plain", written), twin, "mxfp4", Grid(tp=2))
-    assert expert_files(out) == expert_files(twin)
+    assert read_tree(out / "experts") == read_tree(twin / "experts")
     conversions.assert_verified(out, written.folder)
 
 
@@ -258,17 +241,6 @@ def test_counts_of_exact_groups_are_true(
     assert all(exact == of for exact, of in counts.values()) == is_lossless
     assert all(error["relative_error"] == 0 for error in errors.values()) == is_lossless
     conversions.assert_verified(out, written.folder)
-
-
-def test_mxfp4_whose_scales_are_too_far_apart_for_nvfp4(tmp_path: Path) -> None:
-    """Powers of two over more octaves than e4m3 has: the smallest groups cannot be kept, and are not counted."""
-    wide = replace(FORMATS["quark-mxfp4"], encode=mxfp4(low=-30, high=-4))
-    written = write(tmp_path / "wide", wide)
-    conversions.run(written.folder, tmp_path / "out", "nvfp4")
-    counts = recorded_groups(tmp_path / "out")
-    assert counts == exact_groups(tmp_path / "out", written.truth, 16)
-    assert all(0 < exact < of for exact, of in counts.values())
-    conversions.assert_verified(tmp_path / "out", written.folder)
 
 
 # --- our own layouts as sources ----------------------------------------------------------------------------

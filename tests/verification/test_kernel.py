@@ -149,16 +149,6 @@ def test_on_the_cpu_no_kernel_runs(
         hqconv.verify(out, device="cpu", checks=["kernel"])
 
 
-def test_what_is_asked_for_must_exist(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(source, out, "mxfp4")
-    with pytest.raises(RequestError, match="no such check"):
-        hqconv.verify(out, checks=["file"])
-    with pytest.raises(RequestError, match="no MoE layer of this number"):
-        hqconv.verify(out, layers=[9])
-    assert not hqconv.verify(out, checks=["weights"], layers=[0]).results[0].findings
-
-
 def test_what_is_no_number_never_passes() -> None:
     """NaN compares false with everything, so each comparison must be written the other way round."""
     tally = ErrorStats()
@@ -385,27 +375,3 @@ def test_where_nothing_depends_on_it_no_compiler_is_asked(
         device, why = _kernel_device(artifact, DEVICE)
         assert device is None
         assert "finds none here" in why
-
-
-def test_it_is_skipped_and_asked_for_by_name_an_error(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> CheckResult:
-        raise AssertionError("the kernel was run")
-
-    run(model, tmp_path / "out", "fp8", target="sm89", dtype="float16", cuda="12.8")
-    monkeypatch.setattr(module, "check_kernel", none)
-    monkeypatch.setattr(module, "_weights_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    machine(monkeypatch, 89, "11.2")
-
-    def verify(*checks: str) -> VerificationReport:
-        return hqconv.verify(tmp_path / "out", checks=checks or None)
-
-    report = verify()
-    assert [result.status for result in report.results] == ["pass", "pass", "skipped"]
-    assert "CUDA 11.2 here" in report.results[2].skipped
-    assert report.passed
-    with pytest.raises(RequestError, match=r"cannot run here(.|\n)*CUDA 11\.2 here") as caught:
-        verify("kernel")
-    assert caught.value.exit_code == 2

@@ -64,6 +64,7 @@ MADE: dict[str, Callable[[Path], Made]] = {
     "rounded scales and static activations": convert_small(
         "fp8_tensors", "fp8", input_schema="fp8"
     ),
+    "a schema for each GEMM": convert_small("fp8_tensors", "int4-g64+int8"),
     "searched": convert_small("fp8_tensors", "int4-g64", quantizer="mse"),
     "checkpoint layout": convert_small("fp8_blocks", "int4-g64", layout="checkpoint"),
     ARTIFACT: from_artifact,
