@@ -138,13 +138,14 @@ def main() -> None:
     parser.add_argument("outs", type=Path, nargs="*")
     parser.add_argument("--choices", type=Path, required=True)
     parser.add_argument("--worked", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=1, help="take one line of so many")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     lines, problems = (
-        [json.loads(line) for line in path.read_text().splitlines()]
+        [json.loads(line) for line in path.read_text().splitlines()][:: args.every]
         for path in (args.choices, args.worked)
     )
     questions = [examples_of(tokenizer, line) for line in lines]
