@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-ReadInto = Callable[
-    [TensorRef, "WriteableBuffer", int], None
-]  # a stored tensor's bytes from byte `start` on
+# a stored tensor's bytes from byte `start` on
+ReadInto = Callable[[TensorRef, "WriteableBuffer", int], None]
 
 _GIVE_CONFIG = (
     "Put the original model's config.json into the folder with the GGUF files, and give the folder."
 )
 _DRAFT_KEY = "nextn_predict_layers"
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX = 1
+_SIGMOID = 2
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
 
 
@@ -48,7 +48,9 @@ class Metadata:
     def __init__(
         self, where: str, values: Mapping[str, Value], tensors: Mapping[str, TensorRef]
     ) -> None:
-        self.where, self._values, self.tensors = where, values, tensors
+        self.where = where
+        self._values = values
+        self.tensors = tensors
         self._read: set[str] = set()
         self.architecture = str(values.get("general.architecture", ""))
 
@@ -66,9 +68,13 @@ class Metadata:
         if isinstance(value, list):
             value = value[0] if len(set(value)) == 1 else None
         if value is None:
-            what = "The metadata of the GGUF file lacks a number of the model."
             found = self._values.get(full, "no such key")
-            raise self._refusal(what, full, "one value", found)
+            raise self._refusal(
+                "The metadata of the GGUF file lacks a number of the model.",
+                full,
+                "one value",
+                found,
+            )
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def has(self, key: str) -> bool:
@@ -79,8 +85,12 @@ class Metadata:
         """Check a value that the published model's code has, where the key is there. Raises RequestError."""
         found = self.get(key, expected)
         if found != expected:
-            what = "A value of the GGUF file is not the one that this architecture's model computes with."
-            raise self._refusal(what, f"{self.architecture}.{key}", expected, found)
+            raise self._refusal(
+                "A value of the GGUF file is not the one that this architecture's model computes with.",
+                f"{self.architecture}.{key}",
+                expected,
+                found,
+            )
 
     def token(self, word: str) -> int | None:
         """Return the id of a special token of the tokenizer."""
@@ -92,10 +102,12 @@ class Metadata:
         own_keys = {key for key in self._values if key.startswith(f"{self.architecture}.")}
         unread = sorted(own_keys - self._read)
         if unread:
-            what = (
-                "The metadata of the GGUF file has keys whose meaning for config.json is not known."
+            raise self._refusal(
+                "The metadata of the GGUF file has keys whose meaning for config.json is not known.",
+                first_few(unread),
+                "known keys",
+                self._values[unread[0]],
             )
-            raise self._refusal(what, first_few(unread), "known keys", self._values[unread[0]])
 
     def _refusal(self, what: str, key: str, expected: object, found: object) -> RequestError:
         return RequestError(
@@ -143,8 +155,8 @@ class DerivedTensor:
 
     ref: TensorRef
     stored: tuple[TensorRef, ...]
-    order: RowOrder = RowOrder.AS_STORED
-    num_heads: int = 1
+    order: RowOrder
+    num_heads: int
 
     def read(self, read_stored: ReadInto, view: memoryview, start: int) -> None:
         """Fill `view` with the tensor's bytes from byte `start` on: rows are decoded, a few at a time."""
@@ -181,14 +193,16 @@ class DerivedTensor:
                 floats = floats.T
             data = memoryview(_encode(floats, self.ref).tobytes())
             offset = rows.first * row_bytes
-            low, high = max(start, offset), min(end, offset + len(data))
+            low = max(start, offset)
+            high = min(end, offset + len(data))
             view[low - start : high - start] = data[low - offset : high - offset]
 
     def _rows(self) -> Iterator[_Rows]:
         """Yield the stored rows in the order of the published ones: heads, or as many as are decoded at a time."""
         if self.order is RowOrder.MLA:
             keys, values = self.stored
-            num_keys, num_values = keys.shape[1], values.shape[1]
+            num_keys = keys.shape[1]
+            num_values = values.shape[1]
             first = 0
             for head in range(self.num_heads):
                 begin = head * num_keys
@@ -339,7 +353,7 @@ _KV_HALVES = ("self_attn.k_b_proj", "self_attn.v_b_proj")
 def _common(meta: Metadata) -> dict[str, Any]:
     """Return the keys of every model's config."""
     num_heads = meta.get("attention.head_count")
-    for key in ("vocab_size", "expert_count", "expert_used_count"):
+    for key in ("vocab_size", "expert_count"):
         meta.get(key, 0)  # known by tensors, or with the family's own name
     config = {
         "hidden_size": meta.get("embedding_length"),
@@ -347,6 +361,7 @@ def _common(meta: Metadata) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", num_heads),
         "intermediate_size": meta.get("feed_forward_length"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "max_position_embeddings": meta.get("context_length"),
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
@@ -400,7 +415,6 @@ def _routed(meta: Metadata) -> dict[str, Any]:
     """Return the keys of DeepSeek's routing, which other families have too."""
     return {
         "n_routed_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "n_shared_experts": meta.get("expert_shared_count"),
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
@@ -416,7 +430,6 @@ def _qwen2_moe(meta: Metadata) -> dict[str, Any]:
     _head_dim(meta)
     return {
         "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -429,7 +442,6 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
     _check_plain_routing(meta)
     return {
         "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "head_dim": _head_dim(meta),
         "norm_topk_prob": True,
@@ -444,7 +456,6 @@ def _mixtral(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
         "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "head_dim": _head_dim(meta),
         "sliding_window": None,
     }
@@ -453,7 +464,8 @@ def _mixtral(meta: Metadata) -> dict[str, Any]:
 def _deepseek(meta: Metadata) -> dict[str, Any]:
     has_bias = any(name.endswith("exp_probs_b.bias") for name in meta.tensors)
     gating = meta.get("expert_gating_func", None if has_bias else _SOFTMAX)
-    rope, rank = meta.get("rope.dimension_count"), meta.get("attention.kv_lora_rank")
+    rope = meta.get("rope.dimension_count")
+    rank = meta.get("attention.kv_lora_rank")
     is_split = meta.has("attention.key_length_mla")
     key = meta.get("attention.key_length_mla" if is_split else "attention.key_length")
     value = meta.get("attention.value_length_mla" if is_split else "attention.value_length")
@@ -496,7 +508,6 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     kinds = ("sliding_attention", "full_attention")
     config = {
         "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "head_dim": _head_dim(meta),
         "intermediate_size": meta.get("expert_feed_forward_length"),
         "attention_bias": True,
@@ -539,7 +550,6 @@ def _olmoe(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
         "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "norm_topk_prob": False,
         "clip_qkv": None,
         "attention_bias": False,
@@ -552,7 +562,6 @@ def _granitemoe(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     config = {
         "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "attention_multiplier": meta.get("attention.scale"),
         "embedding_multiplier": meta.get("embedding_scale"),
         "residual_multiplier": meta.get("residual_scale"),
@@ -571,7 +580,6 @@ def _minimax_m2(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_gating_func", _SIGMOID)
     return {
         "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "intermediate_size": meta.get("expert_feed_forward_length"),
         "head_dim": _head_dim(meta, is_rotated=False),
         "scoring_func": "sigmoid",
@@ -829,7 +837,9 @@ class _TensorMapper:
     """found: the published tensors. dropped: name of a stored tensor → reason."""
 
     def __init__(self, meta: Metadata, config: Mapping[str, Any]) -> None:
-        self.row, self.meta, self.config = architecture_of(meta), meta, config
+        self.row = architecture_of(meta)
+        self.meta = meta
+        self.config = config
         self.whole_of = {half: whole for whole, pair in self.row.joined.items() for half in pair}
         is_half = "float16" in (config.get("torch_dtype"), config.get("dtype"))
         self.param_dtype = "F16" if is_half else "BF16"
@@ -878,9 +888,12 @@ class _TensorMapper:
 
     def _add(self, name: str, path: str, stored: TensorRef) -> None:
         """Add a published tensor that one stored tensor holds."""
-        shape, order, num_heads = stored.shape, RowOrder.AS_STORED, 1
+        shape = stored.shape
+        order = RowOrder.AS_STORED
+        num_heads = 1
         if self.row.is_permuted and path in _HEADS:
-            order, num_heads = RowOrder.ROPE, int(self.config[_HEADS[path]])
+            order = RowOrder.ROPE
+            num_heads = int(self.config[_HEADS[path]])
             size = (
                 self.config.get("head_dim")
                 or self.config["hidden_size"] // self.config["num_attention_heads"]
@@ -901,7 +914,8 @@ class _TensorMapper:
             if path not in halves:
                 raise self._missing(f"{prefix}{path}")
         first, second = (halves[path] for path in self.row.joined[whole])
-        a, b = first.shape, second.shape
+        a = first.shape
+        b = second.shape
         is_mla = len(a) == len(b) == 3 and a[:2] == (b[0], b[2])
         if not is_mla and (len(a) != 2 or a[1:] != b[1:]):
             raise wrong_shape(second.name, f"one that fits {first.name} {list(a)}", b)
@@ -975,9 +989,11 @@ class _TensorMapper:
         return f"{layer}{self._published(path)}{ending}" in self.found
 
     def _missing(self, name: str) -> InputError:
-        what = "The GGUF files lack a tensor of the model."
         return InputError(
-            what, where=f"{self.meta.where}: {name}", expected="present", remedy=COPY_AGAIN
+            "The GGUF files lack a tensor of the model.",
+            where=f"{self.meta.where}: {name}",
+            expected="present",
+            remedy=COPY_AGAIN,
         )
 
     def _not_understood(self, ref: TensorRef) -> InputError:
