@@ -257,6 +257,9 @@ class ProjectionError(Entry):
     num_experts_with_few_tokens: int | None = None
 
 
+GEMM_SIZES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")  # names in Humming's LayerConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmEntry(Entry):
     """Kernel layout of one GEMM: sizes of a rank's matrix, layout flags by Humming's names, static activation scale.
@@ -280,9 +283,7 @@ class GemmEntry(Entry):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by their names in Humming's LayerConfig."""
-        return {
-            key: getattr(self, key) for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
-        }
+        return {key: getattr(self, key) for key in GEMM_SIZES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,6 +201,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
+# Config keys of the number of experts and of their size that several families have.
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
+LOCAL_EXPERTS = ("num_local_experts", "num_experts")
+PLAIN_SIZE = ("intermediate_size",)
 
 # If several rows fit an unknown model_type equally well, the earlier row wins.
 FAMILIES: tuple[Family, ...] = (
@@ -231,7 +235,7 @@ FAMILIES: tuple[Family, ...] = (
             "mistral4 pangu_ultra_moe solar_open unlimited_ocr unlimited_ocr_text"
         ),
         modules=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # As deepseek; the published config says num_experts, which transformers' class translates.
@@ -251,14 +255,14 @@ FAMILIES: tuple[Family, ...] = (
             "hy_v4_vl_text",
             "gigachat3_5",
         ),
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         name="deepseek_v4",
         model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
         modules=under_layers("ffn.experts", "mtp.{layer}"),
         projections=W1_W3_W2,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # Mistral's own format: neither mlp nor ffn between the layer and its experts.
@@ -266,7 +270,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mistral_large4", "mistral_large4_text"),
         modules=under_layers("experts"),
         projections=W1_W3_W2,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         name="ernie4_5_moe",
@@ -298,15 +302,15 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="olmoe",
         model_types=("olmoe", "flex_olmo", "cohere2_moe"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="mixtral",
         model_types=("mixtral", "phimoe", "minimax", "minimax_m2", "arctic"),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Dense layers have intermediate_size; Grok-2's model_type is another model's.
@@ -317,7 +321,7 @@ FAMILIES: tuple[Family, ...] = (
         projections=W1_W3_W2,
         stacks=(),
         activation="gelu",
-        num_experts_keys=("num_local_experts", "num_experts"),
+        num_experts_keys=LOCAL_EXPERTS,
         intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
     ),
     Family(
@@ -325,7 +329,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("minicpm",),
         projections=W1_W3_W2,
         stacks=(),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # hidden_act says silu, but the experts' activation is fixed in the model's code. The text model is
@@ -335,8 +339,8 @@ FAMILIES: tuple[Family, ...] = (
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -359,7 +363,7 @@ FAMILIES: tuple[Family, ...] = (
         name="jamba",
         model_types=("jamba",),
         modules=under_layers("feed_forward.experts"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # With moe_latent_size the experts work in a latent space: its size is their K and the down projection's N.
@@ -391,7 +395,7 @@ FAMILIES: tuple[Family, ...] = (
         modules=under_layers("feed_forward.experts"),
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Transposed as floats only: the released blocks and scales are [E, out, …]. hidden_act says silu, the
@@ -403,9 +407,9 @@ FAMILIES: tuple[Family, ...] = (
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
         expert_stacks=(Stack("gate_up_proj", ("w1", "w3"), interleaved=True),),
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
+        num_experts_keys=LOCAL_EXPERTS,
         top_k_keys=("num_experts_per_tok", "experts_per_token"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -414,8 +418,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("openai_privacy_filter",),
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -426,7 +430,7 @@ FAMILIES: tuple[Family, ...] = (
         stacks=fused_stacks("input_linear", "output_linear"),
         more_stacks=FUSED,
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="granitemoe_swa",
@@ -434,7 +438,7 @@ FAMILIES: tuple[Family, ...] = (
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="gemma4",
@@ -517,7 +521,7 @@ FAMILIES: tuple[Family, ...] = (
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         more_stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know. Layers of
@@ -529,7 +533,7 @@ FAMILIES: tuple[Family, ...] = (
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         more_stacks=FUSED,
         activation="softcapped_swiglu",
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -539,7 +543,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("iquest_q1",),
         modules=under_layers("mlp.experts", "mtp_layers.{layer}.mtp_model_layer"),
         stacks=fused_stacks("fc", "proj"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Banks of experts, as many as num_blocks, each for several decoder layers: layer % num_blocks (sglang's

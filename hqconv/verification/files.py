@@ -78,7 +78,7 @@ def check_files(
         if expected is not None:
             _check_documents(artifact, expected, result)
             _check_headers(artifact, expected, result)
-    _check_listed(artifact, source, expected, result)
+    _check_listed(artifact, expected, result)
     if artifact.manifest.is_kernel:
         check_rank_scales(artifact, result)
     if source is None:
@@ -183,10 +183,7 @@ def _check_headers(artifact: Artifact, expected: ExpectedArtifact, result: Check
 
 
 def _check_listed(
-    artifact: Artifact,
-    source: Source | None,
-    expected: ExpectedArtifact | None,
-    result: CheckResult,
+    artifact: Artifact, expected: ExpectedArtifact | None, result: CheckResult
 ) -> None:
     """Check that the manifest lists the documents of every artifact, and no weights but the planned ones."""
     documents = [CONFIG, CARD]
@@ -376,7 +373,7 @@ def _compare(
             try:
                 found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)
             except (HqconvError, OSError) as error:
-                result.add(where, "An activation scale cannot be read.", "F32 [1]", str(error))
+                result.add(where, "An activation scale cannot be read.", "F32 [1]", error)
                 continue
             if found != expected.get(gemm):
                 result.add(
