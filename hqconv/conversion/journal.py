@@ -108,8 +108,6 @@ class Journal:
     def __init__(self, path: Path, wait_s: float = 0.0) -> None:
         """Open the journal, or create it. Raises OutputError if another process holds it for longer than `wait_s`."""
         self.path = path
-        self.has_lock = True
-        self._is_new = False
         with output_errors(path):
             self._descriptor = self._open(time.monotonic() + wait_s)
             try:
@@ -148,17 +146,12 @@ class Journal:
     def _lock(self, descriptor: int, latest: float) -> None:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.has_lock = _try_to_lock(descriptor)
+                return
             except BlockingIOError:
                 if time.monotonic() >= latest:
                     raise busy(self.path, _last_process(self.path)) from None
                 time.sleep(_POLL_S)
-                continue
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                self.has_lock = False
-            return
 
     def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
         """Read the identity and the finished units; half a line of a killed run is cut off.
@@ -328,15 +321,23 @@ def _is_locked(path: Path) -> bool:
     """Return whether another process holds a journal."""
     descriptor = _open_existing(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _try_to_lock(descriptor)
     except BlockingIOError:
         return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
     finally:
         os.close(descriptor)
     return False
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    """Lock a file; False on a file system without locks. Raises BlockingIOError where another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def busy(path: Path, found: str) -> OutputError:
