@@ -353,7 +353,7 @@ _KV_HALVES = ("self_attn.k_b_proj", "self_attn.v_b_proj")
 def _common(meta: Metadata) -> dict[str, Any]:
     """Return the keys of every model's config."""
     num_heads = meta.get("attention.head_count")
-    for key in ("vocab_size", "expert_count"):
+    for key in ("vocab_size", "expert_count", "expert_used_count"):
         meta.get(key, 0)  # known by tensors, or with the family's own name
     config = {
         "hidden_size": meta.get("embedding_length"),
@@ -361,7 +361,6 @@ def _common(meta: Metadata) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", num_heads),
         "intermediate_size": meta.get("feed_forward_length"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
         "max_position_embeddings": meta.get("context_length"),
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
@@ -415,6 +414,7 @@ def _routed(meta: Metadata) -> dict[str, Any]:
     """Return the keys of DeepSeek's routing, which other families have too."""
     return {
         "n_routed_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "n_shared_experts": meta.get("expert_shared_count"),
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
@@ -430,6 +430,7 @@ def _qwen2_moe(meta: Metadata) -> dict[str, Any]:
     _head_dim(meta)
     return {
         "num_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -442,6 +443,7 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
     _check_plain_routing(meta)
     return {
         "num_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "head_dim": _head_dim(meta),
         "norm_topk_prob": True,
@@ -456,6 +458,7 @@ def _mixtral(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
         "num_local_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "head_dim": _head_dim(meta),
         "sliding_window": None,
     }
@@ -508,6 +511,7 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     kinds = ("sliding_attention", "full_attention")
     config = {
         "num_local_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "head_dim": _head_dim(meta),
         "intermediate_size": meta.get("expert_feed_forward_length"),
         "attention_bias": True,
@@ -550,6 +554,7 @@ def _olmoe(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
         "num_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "norm_topk_prob": False,
         "clip_qkv": None,
         "attention_bias": False,
@@ -562,6 +567,7 @@ def _granitemoe(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     config = {
         "num_local_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "attention_multiplier": meta.get("attention.scale"),
         "embedding_multiplier": meta.get("embedding_scale"),
         "residual_multiplier": meta.get("residual_scale"),
@@ -580,6 +586,7 @@ def _minimax_m2(meta: Metadata) -> dict[str, Any]:
     meta.expect("expert_gating_func", _SIGMOID)
     return {
         "num_local_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
         "intermediate_size": meta.get("expert_feed_forward_length"),
         "head_dim": _head_dim(meta, is_rotated=False),
         "scoring_func": "sigmoid",
