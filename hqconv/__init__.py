@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.version import __version__
 
-logging.getLogger(__name__).addHandler(
-    logging.NullHandler()
-)  # the caller decides about records: docs/api.md
+# the caller decides about records: docs/api.md
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from hqconv.api import (

@@ -85,7 +85,8 @@ def plan(
     src, config, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open
     `target` stands for. Raises the errors that `convert` raises before it writes.
     """
-    parsed, device = _parse(config, options), choose_device(device)
+    parsed = _parse(config, options)
+    device = choose_device(device)
     with open_source(src, revision, is_lazy=True) as source:
         return _plan(parsed, source, device)
 
@@ -189,8 +190,11 @@ def allocate(
     if unknown := arguments.keys() & set(NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     if (size is None) == (bits is None):
-        what, expected = "An allocation needs one budget.", "either --size or --bits"
-        raise RequestError(what, where="--size, --bits", expected=expected)
+        raise RequestError(
+            "An allocation needs one budget.",
+            where="--size, --bits",
+            expected="either --size or --bits",
+        )
     if arguments.get("calibrate") is None:
         arguments["calibrate"] = BUILTIN
     given = {
@@ -237,7 +241,8 @@ def describe_plan(
     from hqconv.reports.documents import output_notes
 
     run = RunOptions(**options)
-    place, resources = place_of(planned, out), resources_of(run)
+    place = place_of(planned, out)
+    resources = resources_of(run)
     with without_gc():
         document = describe(planned, resources)
         try:
@@ -308,7 +313,8 @@ def verify(
     own_revision = revision if source is None else None
     name, own_revision, _ = parse_source_name(str(out), own_revision)
     with ExitStack() as stack:
-        root, listing = Path(name), None
+        root = Path(name)
+        listing = None
         if is_repo_id(name):
             root, listing = open_repo(name, own_revision)
         elif own_revision is not None:
@@ -560,7 +566,8 @@ def publish(
         progress=progress,
         **options,
     )
-    out, digest = converted.out, converted.manifest_sha256
+    out = converted.out
+    digest = converted.manifest_sha256
     over = over_limits(converted.errors, converted.evaluation, max_error, max_kl)
     seconds = {"converted": converted.seconds}
     report = replace(report, converted=converted, out=out, manifest_sha256=digest, seconds=seconds)
@@ -577,7 +584,8 @@ def publish(
         progress=check_progress,
         **vars(run),
     )
-    seconds["verified"], begun_s = time.monotonic() - begun_s, time.monotonic()
+    seconds["verified"] = time.monotonic() - begun_s
+    begun_s = time.monotonic()
     report = replace(report, verified=verified)
     if not verified.passed or verified.manifest_sha256 != digest:
         return report

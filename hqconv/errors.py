@@ -21,7 +21,8 @@ EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 
 NUM_SHOWN = 5  # names that a message lists
 _LONG_LIST = 8  # commas of a list that stands below the remedy
-_MAX_WORD, _MAX_TEXT = 200, 4000  # characters of a name, and of all that is said at one place
+_MAX_WORD = 200  # characters of a name
+_MAX_TEXT = 4000  # of all that is said at one place
 
 # C0 but the line feed, DEL, C1, what changes the writing direction or breaks lines, what is not seen, half characters.
 _CONTROLS = re.compile(
@@ -119,12 +120,14 @@ class HqconvError(Exception):
         self,
         what: str,
         *,
-        where: str = "",
+        where: object = "",
         expected: object = "",
         found: object = "",
         remedy: str = "",
     ) -> None:
-        self.what, self.where, self.remedy = what, where, remedy
+        self.what = what
+        self.where = str(where)
+        self.remedy = remedy
         self.expected, self.found = value_texts(expected, found)
         super().__init__(self.message())
 

@@ -27,9 +27,8 @@ def compiled(function: Function, **options: Any) -> Function:
     """Compile a function on its first call with each kind of arguments. options: of `numba.njit`."""
     _name_by_closure(function)
     loop: Function = njit(nogil=True, **options)(function)
-    with suppress(
-        RuntimeError
-    ):  # no folder can hold it, of installation and home: every process compiles for itself
+    # no folder can hold it, of installation and home: every process compiles for itself
+    with suppress(RuntimeError):
         loop._cache = LoopCache(function)  # type: ignore[attr-defined]
     return loop
 
@@ -111,7 +110,8 @@ class _Announcer(event.Listener):  # type: ignore[misc]
         self._say: Callable[[str], None] | None = say
 
     def on_start(self, event: event.Event) -> None:
-        say, self._say = self._say, None
+        say = self._say
+        self._say = None
         if say is not None:
             say("Preparing (first run on this machine); this takes up to a minute.")
 
@@ -148,11 +148,13 @@ class Helpers:
 
     def use(self, share: int) -> None:
         """Run the calling thread's loops in these helpers from now on, in parts for `share` of them."""
-        _own.helpers, _own.num_parts = self, share * _PARTS
+        _own.helpers = self
+        _own.num_parts = share * _PARTS
 
     def run(self, task: Callable[[slice], None], slices: list[slice]) -> None:
         """Run a task for each slice, and wait for all. Raises the first error."""
-        done, errors = threading.Semaphore(0), list[BaseException]()
+        done = threading.Semaphore(0)
+        errors = list[BaseException]()
 
         def run_slice(part: slice) -> None:
             try:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hqconv.artifact.manifest import (
+    GEMM_SIZES,
     CalibrationEntry,
     FileEntry,
     GemmEntry,
@@ -174,12 +175,7 @@ def _planned_layer(unit: MoeLayerPlan, origin: Origin, spec: ConversionSpec) -> 
     is_sorted = unit.encoding.sorts_columns or layer.name in origin.sorted_layers
     gemms = {
         gemm: GemmEntry(
-            shape_n=form.config["shape_n"],
-            shape_k=form.config["shape_k"],
-            pad_shape_n=form.config["pad_shape_n"],
-            pad_shape_k=form.config["pad_shape_k"],
-            flags=form.flags,
-            fingerprint="",
+            **{key: form.config[key] for key in GEMM_SIZES}, flags=form.flags, fingerprint=""
         )
         for gemm, form in unit.forms.items()
     }

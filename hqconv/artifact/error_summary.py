@@ -79,7 +79,9 @@ def reached_warnings(errors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     errors: layer → projection → the document of its quantization error.
     """
-    layers, num_without, num_few = [], 0, 0
+    layers = []
+    num_without = 0
+    num_few = 0
     for layer, projections in errors.items():
         document = projections.get("w2", {})
         without = document.get("num_experts_without_tokens") or 0

@@ -32,7 +32,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit, has_index
 from hqconv.planning.plan import plan_units, with_dense
 from hqconv.planning.spec import ConversionSpec
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import CONFIG, GEMMS, admit_transformers
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
 
@@ -76,7 +76,7 @@ class ExpectedArtifact:
             "humming-kernels version": self.planned.humming_kernels_version,
             "request": planned["request"],
             "source": planned["source"],
-            names.CONFIG: self.config,
+            CONFIG: self.config,
             "structure of the manifest": hashlib.sha256(structure_bytes).hexdigest(),
             "headers of the output files": headers.hexdigest(),
         }
@@ -117,20 +117,17 @@ def expected_artifact(artifact: Artifact, source: Source | None) -> ExpectedArti
 
 def _recorded_origin(artifact: Artifact) -> Origin:
     try:
-        config = read_json(artifact.fetched(names.CONFIG), MAX_LIST_BYTES)
+        config = read_json(artifact.fetched(CONFIG), MAX_LIST_BYTES)
     except (OSError, ValueError) as error:
         raise VerificationError(
-            "A file cannot be read as JSON.",
-            where=names.CONFIG,
-            expected="a JSON object",
-            found=error,
+            "A file cannot be read as JSON.", where=CONFIG, expected="a JSON object", found=error
         ) from error
     if not isinstance(config, dict):
         raise VerificationError(
-            "A file cannot be read as JSON.", where=names.CONFIG, found=type(config).__name__
+            "A file cannot be read as JSON.", where=CONFIG, found=type(config).__name__
         )
     is_sorted = {name for name, layer in artifact.layers.items() if layer.intermediate_order}
-    return Origin(artifact.manifest.source, names.admit_transformers(config), is_sorted)
+    return Origin(artifact.manifest.source, admit_transformers(config), is_sorted)
 
 
 def _recorded_tensors(artifact: Artifact) -> dict[str, TensorRef]:
@@ -252,7 +249,7 @@ def header_differences(artifact: Artifact, file: OutFile) -> Iterator[Difference
 def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return metadata with layer configs as objects, so that their keys are compared."""
     parsed: dict[str, Any] = dict(metadata)
-    for gemm in names.GEMMS:
+    for gemm in GEMMS:
         try:
             parsed[gemm] = json.loads(metadata[gemm])
         except (KeyError, ValueError, RecursionError):

@@ -28,7 +28,7 @@ from hqconv.layout_decoder.decode import (
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
 from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import GEMMS, rank_file
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.tensors import TensorRef, num_bits
 from hqconv.schemas.weight_schema import WeightSchema
@@ -91,8 +91,10 @@ class ExpertReader:
 
     def __init__(self, artifact: Artifact, layer: MoeLayer, note: Note) -> None:
         """Check the headers of all ranks, and note errors; `forms` has the sound ones: (GEMM, TP, EP rank) → form."""
-        self.artifact, self.layer = artifact, layer
-        self.schema, self.grid = artifact.schema_of(layer.name), artifact.grid
+        self.artifact = artifact
+        self.layer = layer
+        self.schema = artifact.schema_of(layer.name)
+        self.grid = artifact.grid
         self.forms = artifact.rank_forms(layer, note)
 
     def read(self, gemm: str, expert: int, note: Note) -> dict[str, DecodedStack]:
@@ -101,7 +103,8 @@ class ExpertReader:
         None where a rank's header is not as the manifest says, which `__init__` has noted, or a file cannot be read.
         Copies of a redundant expert are compared bit for bit with the first, which is decoded.
         """
-        homes, ranks = self.grid.homes(self.layer.num_experts)[expert], range(self.grid.tp)
+        homes = self.grid.homes(self.layer.num_experts)[expert]
+        ranks = range(self.grid.tp)
         (ep_rank, local), *copies = homes
         forms = {self.forms.get((gemm, tp_rank, home)) for tp_rank in ranks for home, _ in homes}
         form = forms.pop()
@@ -109,12 +112,12 @@ class ExpertReader:
             return {}
 
         def where(tp_rank: int, tensor: str, ep_rank: int, local: int) -> str:
-            path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+            path = rank_file(self.layer.name, tp_rank, ep_rank)
             return (
                 f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, expert {expert} (local {local})"
             )
 
-        first_path = names.rank_file(self.layer.name, 0, ep_rank)
+        first_path = rank_file(self.layer.name, 0, ep_rank)
         try:
             stored = self.plan([expert], {gemm: form})
             buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
@@ -131,19 +134,23 @@ class ExpertReader:
                     *fault.describe(0),
                 )
         for (_, tp_rank, tensor), region in stored.copies.items():
-            bits, own = region.view(buffer), stored.firsts[gemm, tp_rank, tensor].view(buffer)[0]
+            bits = region.view(buffer)
+            own = stored.firsts[gemm, tp_rank, tensor].view(buffer)[0]
             for copy, home in enumerate(copies):
                 if not torch.equal(bits[copy], own):
-                    what, expected = (
+                    expected = f"as on EP rank {ep_rank}"
+                    note(
+                        where(tp_rank, tensor, *home),
                         "A redundant copy of an expert differs.",
-                        f"as on EP rank {ep_rank}",
+                        expected,
+                        "other bits",
                     )
-                    note(where(tp_rank, tensor, *home), what, expected, "other bits")
         return found
 
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
         """Join the slices of all TP ranks to the projections of a GEMM."""
-        axis, roles = 2 if gemm == "w2" else 1, roles_of(self.layer, gemm)
+        axis = 2 if gemm == "w2" else 1
+        roles = roles_of(self.layer, gemm)
         sizes = [
             part.end - part.begin
             for part in tp_slices(self.layer.intermediate_size, self.grid, self.schema)
@@ -162,7 +169,7 @@ class ExpertReader:
     def batch_forms(self) -> dict[str, LayoutForm]:
         """Return GEMM → form, of all ranks. Raises VerificationError where a rank differs from the manifest."""
         forms: dict[str, LayoutForm] = {}
-        for gemm in names.GEMMS:
+        for gemm in GEMMS:
             for tp_rank, ep_rank in self.grid.ranks:
                 form = self.forms.get((gemm, tp_rank, ep_rank))
                 if form is None or form != forms.setdefault(gemm, form):
@@ -193,7 +200,7 @@ class ExpertReader:
     def _entry(
         self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int
     ) -> tuple[str, TensorRef]:
-        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+        path = rank_file(self.layer.name, tp_rank, ep_rank)
         return path, self.artifact.header(path)[0][f"{self.layer.name}.{gemm}_{name}"].entry(local)
 
     def fill(self, stored: StoredExperts, buffer: memoryview) -> None:
@@ -300,7 +307,8 @@ def _check_agrees(name: str, first: torch.Tensor, part: torch.Tensor, tp_rank: i
 
 def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
     """Check that the bias of w2 is on TP rank 0 and zero elsewhere."""
-    wrong, expected = part != 0, "zero, since ranks are summed"
+    wrong = part != 0
+    expected = "zero, since ranks are summed"
     what = "The w2 bias is on more than TP rank 0."
     return Fault(
         "bias",
@@ -316,7 +324,8 @@ def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedSta
     total = stack.codes.size(axis)
     if total == size:
         return stack
-    faults, cut = list(stack.faults), {}
+    faults = list(stack.faults)
+    cut = {}
     for name in _VALUES:
         values = getattr(stack, name)
         if values is None or values.ndim <= axis or values.size(axis) == 1:
@@ -324,9 +333,8 @@ def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedSta
         kept = values.size(axis) * size // total
         cut[name], rest = values.split([kept, values.size(axis) - kept], axis)
         if name in TENSOR_OF:
-            is_repeated = (
-                name == "scale" and stack.scale_dtype == "F8_E8M0"
-            )  # has no zero; the codes are zero
+            # has no zero; the codes are zero
+            is_repeated = name == "scale" and stack.scale_dtype == "F8_E8M0"
             wrong = rest != (cut[name].narrow(axis, kept - 1, 1) if is_repeated else 0)
             faults.append(
                 _padding_fault(name, wrong, "the last scale" if is_repeated else "zero", tp_rank)
@@ -370,8 +378,12 @@ def read_packed_expert(
     expected = packed_shapes(layer.shape(role), schema, artifact.param_dtype)
     found = {name: (dtypes[name], array.shape) for name, array in arrays.items() if name != "bias"}
     if found != expected:
-        where = f"{shards.get(base + 'weight', 'no file')}, tensors {base}*"
-        note(where, "Packed tensors are not those of the manifest's schema.", expected, found)
+        note(
+            f"{shards.get(base + 'weight', 'no file')}, tensors {base}*",
+            "Packed tensors are not those of the manifest's schema.",
+            expected,
+            found,
+        )
         return None
     bits = {name: tensor.unsqueeze(0) for name, tensor in bits_of_arrays(arrays).items()}
     return decode_packed(bits, schema, dtypes["weight_scale"])

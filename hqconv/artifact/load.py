@@ -23,7 +23,7 @@ from hqconv.layout_decoder.decode import DecodedStack, decoded_weights, unrotate
 from hqconv.layout_decoder.scales import float_values
 from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.tensors import code_of, torch_dtype
 
 _NUM_THREADS = 8
@@ -44,7 +44,7 @@ class RankGemm:
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    hadamard_block_size: int = 0
+    hadamard_block_size: int
 
     def __repr__(self) -> str:
         """Name each tensor with its dtype and shape."""
@@ -79,7 +79,7 @@ def load_layer(
         if not (tp_rank in range(artifact.grid.tp) and ep_rank in range(artifact.grid.ep)):
             raise RequestError(
                 "The artifact has no such rank.",
-                where=str(path),
+                where=path,
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
                 found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
@@ -117,13 +117,13 @@ def _check_layer(artifact: Artifact, layer: str) -> None:
     if not artifact.manifest.is_kernel:
         raise RequestError(
             "The checkpoint layout has no ranks.",
-            where=str(artifact.root),
+            where=artifact.root,
             remedy="Read its shards as any checkpoint's.",
         )
     if layer not in artifact.layers:
         raise RequestError(
             "The artifact has no such layer.",
-            where=str(artifact.root),
+            where=artifact.root,
             expected=", ".join(artifact.layers),
             found=layer,
         )
@@ -251,7 +251,7 @@ def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> l
 def _load_alone(reader: ExpertReader, expert: int, device: torch.device) -> Floats:
     """Read one expert. Raises the VerificationError that names a fault."""
     stacks: dict[str, DecodedStack] = {}
-    for gemm in names.GEMMS:
+    for gemm in GEMMS:
         stacks |= reader.read(gemm, expert, refuse)
     return {name: values[0].to(device) for name, values in stack_floats(stacks, reader).items()}
 
@@ -274,5 +274,10 @@ def stack_floats(
 
 def refuse(where: str, what: str, expected: object, found: object) -> None:
     """Raise the VerificationError for a fault that the `weights` check would list as a finding."""
-    remedy = "Verify the artifact; where it is damaged, convert the original model again."
-    raise VerificationError(what, where=where, expected=expected, found=found, remedy=remedy)
+    raise VerificationError(
+        what,
+        where=where,
+        expected=expected,
+        found=found,
+        remedy="Verify the artifact; where it is damaged, convert the original model again.",
+    )

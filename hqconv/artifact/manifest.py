@@ -20,8 +20,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import (
+    CARD,
+    FORMAT_VERSION,
+    GEMMS,
+    INPUT_SCALE,
+    JOURNAL,
+    KERNEL,
+    LAYOUTS,
+    MANIFEST,
+    MIXED_VERSION,
+    is_layer_name,
+)
 from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, LayerSpec, inputs_of
@@ -61,7 +72,7 @@ _TEXTS = {
     ),
     **dict.fromkeys(("hqconv_version", "humming_kernels_version"), _VERSION),
     **dict.fromkeys(("schema_name", "input_schema"), _NAME),
-    "layout": ("|".join(artifact_names.LAYOUTS), " or ".join(artifact_names.LAYOUTS)),
+    "layout": ("|".join(LAYOUTS), " or ".join(LAYOUTS)),
     "dtype": ("|".join(PARAM_DTYPES), " or ".join(PARAM_DTYPES)),
     "revision": (r"[0-9a-f]{40}", "a commit of 40 hexadecimal digits"),
 }
@@ -73,7 +84,7 @@ class Entry:
     """A JSON object of the manifest. Unknown keys are ignored: a newer hqconv may add some (`verify` names them)."""
 
     @classmethod
-    def from_dict(cls, document: Any, where: str = artifact_names.MANIFEST, **facts: Any) -> Self:
+    def from_dict(cls, document: Any, where: str = MANIFEST, **facts: Any) -> Self:
         """Check a JSON object and return it as a value. facts: of the fields that are no keys.
 
         Raises VerificationError, which names the position of the first wrong value.
@@ -129,7 +140,8 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     """Check a JSON value against an annotation: str, int, bool, float, dict[str, …], list[…], an Entry or Any."""
     if kind is Any:
         return value
-    outer, inner = get_origin(kind) or kind, (get_args(kind) or (Any,))[-1]
+    outer = get_origin(kind) or kind
+    inner = (get_args(kind) or (Any,))[-1]
     if issubclass(outer, Entry):
         return outer.from_dict(value, where)
     if type(value) is not outer:
@@ -170,7 +182,7 @@ def damaged(where: object, expected: str, found: object) -> VerificationError:
     """Return the error for an impossible value in a manifest."""
     return VerificationError(
         "The artifact's manifest is damaged.",
-        where=str(where),
+        where=where,
         expected=expected,
         found=found,
         remedy=_AGAIN,
@@ -245,6 +257,9 @@ class ProjectionError(Entry):
     num_experts_with_few_tokens: int | None = None
 
 
+GEMM_SIZES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")  # names in Humming's LayerConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmEntry(Entry):
     """Kernel layout of one GEMM: sizes of a rank's matrix, layout flags by Humming's names, static activation scale.
@@ -268,9 +283,7 @@ class GemmEntry(Entry):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by their names in Humming's LayerConfig."""
-        return {
-            key: getattr(self, key) for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
-        }
+        return {key: getattr(self, key) for key in GEMM_SIZES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,9 +332,8 @@ class ManifestLayer(Entry):
     @cached_property
     def activation_function(self) -> Activation:
         """Return the activation with its numbers. Raises ValueError for numbers that the name does not have."""
-        numbers = self.activation_parameters
         return Activation.from_dict(
-            {"activation": self.activation, "activation_parameters": numbers}
+            {"activation": self.activation, "activation_parameters": self.activation_parameters}
         )
 
     def errors(self) -> dict[str, dict[str, Any]]:
@@ -392,19 +404,14 @@ class Manifest(Entry):
     files: dict[str, FileEntry]
     tensors: TensorAccounting
     digest: str | None = None
-    path: Path = field(default=Path(artifact_names.MANIFEST), metadata=_FACT)
+    path: Path = field(default=Path(MANIFEST), metadata=_FACT)
     sha256: str = field(default="", metadata=_FACT)
     alteration: Alteration | None = field(default=None, metadata=_FACT)
 
     @property
     def is_kernel(self) -> bool:
         """True if the experts are in the kernel layout, not the checkpoint layout."""
-        return self.layout == artifact_names.KERNEL
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if layers or their GEMMs may differ from each other, or layers be copied unchanged."""
-        return self.format_version == artifact_names.MIXED_VERSION
+        return self.layout == KERNEL
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -435,16 +442,19 @@ class Manifest(Entry):
     def _layer_spec(self, of: Manifest | ManifestLayer, inside: str) -> LayerSpec:
         where = f"{self.path}: {inside}"
         schema = _weight_schema(of.schema_name or "", of.weight_schema or {}, where)
-        name, numbers = of.input_schema or "", of.activation_schema
+        name = of.input_schema or ""
+        numbers = of.activation_schema
         try:
             if (numbers is None) != (name == A16.name):
-                what = "Activations are named without their schema."
-                raise RequestError(what, where="input_schema", found=name)
+                raise RequestError(
+                    "Activations are named without their schema.", where="input_schema", found=name
+                )
             inputs = A16 if numbers is None else inputs_of(name, numbers, where="activation_schema")
             return LayerSpec(schema, self.dtype, target_of_record(of.target or "", of.cuda), inputs)
         except (RequestError, TypeError) as error:
             key = getattr(error, "where", "activation_schema").removeprefix("--")
-            expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
+            expected = getattr(error, "expected", "")
+            found = getattr(error, "found", error)
             raise damaged(f"{where}{key}", expected, found) from error
 
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -468,8 +478,7 @@ class Manifest(Entry):
         return [
             name
             for name, entry in self.files.items()
-            if (size := size_of(name)) is None
-            or (name != artifact_names.CARD and size != entry.size_bytes)
+            if (size := size_of(name)) is None or (name != CARD and size != entry.size_bytes)
         ]
 
 
@@ -477,7 +486,8 @@ def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema
     try:
         return layer_schema_of_record(name, fields)
     except (HqconvError, TypeError) as error:
-        key, found = getattr(error, "where", ""), getattr(error, "found", error)
+        key = getattr(error, "where", "")
+        found = getattr(error, "found", error)
         raise damaged(
             f"{where}weight_schema{f': {key}' if key else ''}",
             "the fields of a weight schema",
@@ -534,9 +544,9 @@ def structure(manifest: Manifest) -> dict[str, Any]:
             file.pop(key, None)
     for layer in (*document["blocks"].values(), *document.get("linear_layers", {}).values()):
         del layer["quantization_error"]
-        for gemm in artifact_names.GEMMS:
+        for gemm in GEMMS:
             if gemm in layer:
-                layer[gemm].pop(artifact_names.INPUT_SCALE, None)
+                layer[gemm].pop(INPUT_SCALE, None)
     tensors = document["tensors"]
     tensors["copied"] = dict.fromkeys(tensors["copied"])
     tensors["dropped"] = dict.fromkeys(tensors["dropped"])
@@ -548,12 +558,12 @@ def structure(manifest: Manifest) -> dict[str, Any]:
 
 def is_artifact(root: Path) -> bool:
     """Return whether the folder holds a finished artifact, damaged or not."""
-    return (root / artifact_names.MANIFEST).is_file()
+    return (root / MANIFEST).is_file()
 
 
 def is_unfinished(root: Path) -> bool:
     """Return whether the folder holds a conversion that was interrupted (or is still running)."""
-    return (root / artifact_names.JOURNAL).is_file() and not is_artifact(root)
+    return (root / JOURNAL).is_file() and not is_artifact(root)
 
 
 def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = False) -> Manifest:
@@ -564,7 +574,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
     Raises RequestError where `root` is no artifact or was made by a newer hqconv, VerificationError where the
     conversion is unfinished or the manifest is damaged, also where a listed file lies outside the artifact.
     """
-    path = root / artifact_names.MANIFEST
+    path = root / MANIFEST
     raw, document = _read(root, path)
     _check_version(path, document)
     facts = {"sha256": hashlib.sha256(raw).hexdigest(), "alteration": _alteration(raw, document)}
@@ -586,15 +596,15 @@ def _read(root: Path, path: Path) -> tuple[bytes, Any]:
     if is_unfinished(root):
         raise VerificationError(
             "The conversion is unfinished: this is not an artifact yet.",
-            where=str(root),
+            where=root,
             remedy="Run the `hqconv convert` command that wrote it once more, with --resume.",
         )
     if not path.is_file():
         close = "" if root.is_dir() else close_file(root, is_folder=True)
         raise RequestError(
             "This is not an hqconv artifact.",
-            where=str(root),
-            expected=f"a folder with {artifact_names.MANIFEST}",
+            where=root,
+            expected=f"a folder with {MANIFEST}",
             found=found_at(path) if root.is_dir() else "no such folder",
             remedy=f"{close} Give the OUT of `hqconv convert`; where the manifest is lost, convert again.".strip(),
         )
@@ -611,16 +621,16 @@ def _check_version(path: Path, document: Any) -> None:
     if not isinstance(document, dict):
         raise damaged(path, "a JSON object", type(document).__name__)
     version = document.get("format_version")
-    if type(version) is int and version > artifact_names.MIXED_VERSION:
+    if type(version) is int and version > MIXED_VERSION:
         raise RequestError(
             "The artifact was made by a newer hqconv.",
             where=f"{path}: format_version",
-            expected=f"at most {artifact_names.MIXED_VERSION}",
+            expected=f"at most {MIXED_VERSION}",
             found=f"{version} (hqconv {document.get('hqconv_version', '?')})",
             remedy="Upgrade hqconv.",
         )
-    if type(version) is not int or version < artifact_names.FORMAT_VERSION:
-        raise damaged(f"{path}: format_version", str(artifact_names.FORMAT_VERSION), repr(version))
+    if type(version) is not int or version < FORMAT_VERSION:
+        raise damaged(f"{path}: format_version", str(FORMAT_VERSION), repr(version))
 
 
 def _check_size(manifest: Manifest, num_bytes: int) -> None:
@@ -652,7 +662,7 @@ def _check_layers(manifest: Manifest) -> None:
     path = manifest.path
     names = (*manifest.blocks, *manifest.left, *(manifest.linear_layers or ()))
     for name in names:  # names become parts of file names
-        if not artifact_names.is_layer_name(name):
+        if not is_layer_name(name):
             expected = "names of modules: words with dots between"
             raise damaged(f"{path}: blocks, left_blocks", expected, repr(name)[:80])
     manifest.layer_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
@@ -660,7 +670,7 @@ def _check_layers(manifest: Manifest) -> None:
         where = f"{path}: blocks: {name}"
         for key in ("name", "decoder"):
             _checked(str, layer.source_format.get(key), f"{where}: source_format: {key}")
-        for gemm in artifact_names.GEMMS if manifest.is_kernel else ():
+        for gemm in GEMMS if manifest.is_kernel else ():
             if layer.gemm(gemm) is None:
                 raise damaged(f"{where}: {gemm}", "an object", "no such key")
         try:
@@ -715,9 +725,10 @@ def _alteration(raw: bytes, document: Mapping[str, Any]) -> Alteration | None:
     found = hashlib.sha256(body).hexdigest() if is_end else "another end of the file"
     if document.get(_DIGEST) == found:
         return None
-    what = "The manifest's bytes are not those that its digest was made of."
     return Alteration(
-        what, f"sha256 {str(document.get(_DIGEST))[:80]}, as the manifest's last field", found
+        "The manifest's bytes are not those that its digest was made of.",
+        f"sha256 {str(document.get(_DIGEST))[:80]}, as the manifest's last field",
+        found,
     )
 
 

@@ -105,7 +105,8 @@ _SUMMARY_KEYS = ("min", "median", "max")
 
 def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield labels and values of the card's first table; rows without a value are left out of it."""
-    source, schema = manifest.source, manifest.layer_spec.schema
+    source = manifest.source
+    schema = manifest.layer_spec.schema
     place = f"a folder named {source.name}"
     yield "source", place if source.revision is None else f"{source.name} at {source.revision}"
     yield (
@@ -155,7 +156,8 @@ def _table(headers: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterato
 
 def is_own_card(root: Path, manifest: Manifest) -> bool:
     """Return whether an artifact's model card is the one that its manifest lists. Raises OSError."""
-    path, entry = root / CARD, manifest.files.get(CARD)
+    path = root / CARD
+    entry = manifest.files.get(CARD)
     return (
         entry is not None
         and path.is_file()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hqconv.artifact.manifest import GemmEntry
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.kernel_layout.compatibility import config_entries
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import GEMMS, rank_file, rank_name
 from hqconv.schemas.input_schema import STATIC_SCALES, KernelSpec
 from hqconv.schemas.tensors import TensorRef
 
@@ -79,7 +79,8 @@ class RankFile:
         """
         from hqconv.layout_decoder.layout_form import expected_tensors
 
-        config, found = self.configs[gemm], self.tensors_of(gemm)
+        config = self.configs[gemm]
+        found = self.tensors_of(gemm)
         facts: dict[str, Any] = {
             **config_entries(spec, entry.flags),
             **entry.sizes,
@@ -92,12 +93,15 @@ class RankFile:
         }
         texts = [{key: json.dumps(of[key]) for key in of} for of in (facts, config)]  # 4.0 is not 4
         if wrong := [key for key in {**facts, **config} if texts[0].get(key) != texts[1].get(key)]:
-            what = "A layer config describes another format than the manifest."
             both = (
                 ", ".join(f"{key} {of.get(key, 'absent')}" for key in wrong)
                 for of in (facts, config)
             )
-            yield Finding(f"{self.name}, metadata {gemm}", what, *both)
+            yield Finding(
+                f"{self.name}, metadata {gemm}",
+                "A layer config describes another format than the manifest.",
+                *both,
+            )
             return  # what follows depends on the config
         for scale in STATIC_SCALES.values():
             ref = self.tensors.get(f"{gemm}_{scale}")
@@ -111,11 +115,10 @@ class RankFile:
         try:
             expected = expected_tensors(self.form(gemm, spec, entry))
         except HqconvError as error:
-            where, what = (
-                f"{self.name}, metadata {gemm}",
-                f"The layout cannot be read: {error.what}",
+            where = f"{self.name}, metadata {gemm}"
+            yield Finding(
+                where, f"The layout cannot be read: {error.what}", error.expected, error.found
             )
-            yield Finding(where, what, error.expected, error.found)
             return
         for name in {**expected, **found}:
             where = f"{self.name}, tensor {self.layer}.{gemm}_{name}"
@@ -137,15 +140,23 @@ def _compare(
 ) -> Iterator[Finding]:
     """Compare a tensor's dtype, which gives its bits their meaning, its number of experts and its shape."""
     if ref.dtype != dtype:
-        what = "A tensor's bits are labelled with another dtype: a loader would reinterpret them."
-        yield Finding(where, what, dtype, ref.dtype)
+        yield Finding(
+            where,
+            "A tensor's bits are labelled with another dtype: a loader would reinterpret them.",
+            dtype,
+            ref.dtype,
+        )
     elif ref.shape[:1] != (num_experts,):
         yield Finding(
             where, "A rank file holds another number of experts.", num_experts, list(ref.shape)
         )
     elif ref.shape[1:] != shape:
-        what = "A tensor has another shape than its layer config asks for."
-        yield Finding(where, what, [num_experts, *shape], list(ref.shape))
+        yield Finding(
+            where,
+            "A tensor has another shape than its layer config asks for.",
+            [num_experts, *shape],
+            list(ref.shape),
+        )
 
 
 def parse_rank_file(
@@ -160,10 +171,11 @@ def parse_rank_file(
 
     Raises VerificationError for the file of another rank or layer, and for one without LayerConfigs.
     """
-    name, own = names.rank_file(layer, *rank), names.rank_name(*rank)
+    name = rank_file(layer, *rank)
+    own = rank_name(*rank)
     if metadata.get("rank") != own:
         raise Finding(name, "This is the file of another rank.", own, metadata.get("rank")).error()
-    configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
+    configs = {gemm: _config(name, gemm, metadata) for gemm in GEMMS}
     if metadata.get("format") != "pt" or len(metadata) > 2 + len(configs):
         what = "The file's metadata are not a conversion's."
         raise Finding(
@@ -172,11 +184,12 @@ def parse_rank_file(
             "format pt, rank, w13, w2",
             f"format {metadata.get('format')}, {list(metadata)}",
         ).error()
-    tensors, prefix = {}, f"{layer}."
+    tensors = {}
+    prefix = f"{layer}."
     for full, ref in entries.items():
         short = full.removeprefix(prefix)
         gemm, _, rest = short.partition("_")
-        if short == full or gemm not in names.GEMMS or not rest:
+        if short == full or gemm not in GEMMS or not rest:
             expected = f"tensors named {prefix}w13_… and {prefix}w2_…"
             raise Finding(name, "This is the file of another layer.", expected, full).error()
         tensors[short] = ref
@@ -184,7 +197,8 @@ def parse_rank_file(
 
 
 def _config(name: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    what, expected = f"The file's metadata holds no layer config for {gemm}.", "a JSON object"
+    what = f"The file's metadata holds no layer config for {gemm}."
+    expected = "a JSON object"
     try:
         document = json.loads(metadata[gemm])
     except (KeyError, ValueError, RecursionError) as error:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hqconv.artifact.manifest import ManifestLayer, read_manifest
@@ -20,7 +19,7 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.io.file_access import Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
-from hqconv.models.families import FAMILIES, Family
+from hqconv.models.families import BY_NAME, Family
 from hqconv.models.linear_layers import LinearGroup, is_linear_group, linear_group
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.planning.layer_encoding import EncodingOptions
@@ -61,7 +60,8 @@ class Artifact:
         listing: of a repo on the Hub, of which `root` has some files. Raises RequestError or VerificationError as
         `read_manifest`.
         """
-        self.root, self.listing = root, listing
+        self.root = root
+        self.listing = listing
         self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
         self.manifest = read_manifest(root, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}
@@ -75,12 +75,7 @@ class Artifact:
     def __enter__(self) -> Artifact:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -157,15 +152,14 @@ class Artifact:
     @cached_property
     def family(self) -> Family:
         """The family whose names the experts have. Raises VerificationError for an unknown one."""
-        known = {family.name: family for family in FAMILIES if family.modules}
-        if self.manifest.family not in known:
+        if self.manifest.family not in BY_NAME:
             raise VerificationError(
                 "The manifest names a family that is not known.",
                 where=f"{names.MANIFEST}: family",
-                expected=", ".join(known),
+                expected=", ".join(BY_NAME),
                 found=self.manifest.family,
             )
-        return known[self.manifest.family]
+        return BY_NAME[self.manifest.family]
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -193,15 +187,20 @@ class Artifact:
 
         Raises VerificationError for impossible facts.
         """
-        layer, family = self.layers[name], self.family
-        if (
-            layer.top_k > layer.num_experts > 1
-        ):  # a single expert serves every token, whatever top_k says
+        layer = self.layers[name]
+        family = self.family
+        # a single expert serves every token, whatever top_k says
+        if layer.top_k > layer.num_experts > 1:
             raise _impossible(name, f"{layer.num_experts} experts, {layer.top_k} experts per token")
         sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
         try:
-            pads = family.pads_last_rank
-            check_grid(name, *sizes, self.schema_of(name), self.spec.grid, pads_last_rank=pads)
+            check_grid(
+                name,
+                *sizes,
+                self.schema_of(name),
+                self.spec.grid,
+                pads_last_rank=family.pads_last_rank,
+            )
         except RequestError as error:
             raise _impossible(error.where, f"{error.what} {error.found}") from error
         try:
@@ -237,7 +236,8 @@ class Artifact:
     def linear_weights(self, name: str) -> Iterator[tuple[str, TensorRef]]:
         """Yield the source's tensors of a linear group, by the manifest. Raises VerificationError for other values."""
         assert self.manifest.linear_layers is not None
-        entry, parent = self.manifest.linear_layers[name], name.rpartition(".")[0]
+        entry = self.manifest.linear_layers[name]
+        parent = name.rpartition(".")[0]
         if not entry.shapes or entry.source_dtype not in FLOATS or not is_linear_group(name):
             raise _impossible(f"linear_layers: {name}", entry.source_dtype)
         for module, shape in entry.shapes.items():
@@ -254,17 +254,13 @@ class Artifact:
         """Return a linear group as the manifest describes it. Raises VerificationError as `linear_weights`."""
         return linear_group(name, self.manifest.family, [*dict(self.linear_weights(name)).values()])
 
-    def kernel_forms(
-        self, layer: MoeLayer, target: GpuTarget | None = None
-    ) -> dict[str, KernelForm]:
+    def kernel_forms(self, layer: MoeLayer, target: GpuTarget | None) -> dict[str, KernelForm]:
         """Return the kernel form that Humming computes for each GEMM. target: in place of the artifact's own.
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
         """
-        from hqconv.kernel_layout.transform import (
-            is_compatible,
-            kernel_form,
-        )  # these load torch: only checks need them
+        # these load torch: only checks need them
+        from hqconv.kernel_layout.transform import is_compatible, kernel_form
 
         spec = self.spec
         kind = spec.layer_spec_of(layer.name)
@@ -357,7 +353,8 @@ class Artifact:
         Keys are (GEMM, TP rank, EP rank).
         """
         good = {}
-        spec, entries = self.layer_spec_of(layer.name), self.layers[layer.name]
+        spec = self.layer_spec_of(layer.name)
+        entries = self.layers[layer.name]
         shapes = gemm_shapes(layer, self.grid.tp, spec.schema)
         for tp_rank, ep_rank in self.grid.ranks if ranks is None else ranks:
             num_local = len(self.grid.local_experts(layer.num_experts, ep_rank))
@@ -371,10 +368,8 @@ class Artifact:
                 assert entry is not None  # of the kernel layout
                 findings = list(file.findings(gemm, spec.of(gemm), entry, num_local))
                 if not findings and (form := file.form(gemm, spec.of(gemm), entry)).shape != shape:
-                    where, what = (
-                        f"{names.MANIFEST}: {layer.name}: {gemm}",
-                        "A GEMM's shape is not its layer's.",
-                    )
+                    where = f"{names.MANIFEST}: {layer.name}: {gemm}"
+                    what = "A GEMM's shape is not its layer's."
                     findings = [Finding(where, what, shape, form.shape)]
                 for finding in findings:
                     note(*finding)
@@ -387,18 +382,18 @@ class Artifact:
 
         Raises VerificationError where it is no float32 [1].
         """
-        path, inputs = names.rank_file(layer, tp_rank, ep_rank), self.layer_spec_of(layer).inputs
+        path = names.rank_file(layer, tp_rank, ep_rank)
+        inputs = self.layer_spec_of(layer).inputs
         name = names.input_scale(layer, gemm, inputs)
         ref = self.header(path)[0].get(name)
         if ref is None:
             return None
         if (ref.dtype, ref.shape) != ("F32", (1,)):
-            found = f"{ref.dtype} {list(ref.shape)}"
             raise VerificationError(
                 "An activation scale is not one number.",
                 where=f"{path}, tensor {name}",
                 expected="F32 [1]",
-                found=found,
+                found=f"{ref.dtype} {list(ref.shape)}",
             )
         import numpy as np
 
@@ -440,14 +435,19 @@ class Artifact:
             while buffer:
                 count = os.preadv(descriptor, [buffer], offset)
                 if not count:
-                    found = f"end at byte {offset}"
-                    raise VerificationError("A file ends too early.", where=path, found=found)
-                buffer, offset = buffer[count:], offset + count
+                    raise VerificationError(
+                        "A file ends too early.", where=path, found=f"end at byte {offset}"
+                    )
+                buffer = buffer[count:]
+                offset = offset + count
 
 
 def _impossible(key: str, found: object) -> VerificationError:
-    what = "The manifest describes what cannot be, or what this version does not know."
-    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
+    return VerificationError(
+        "The manifest describes what cannot be, or what this version does not know.",
+        where=f"{names.MANIFEST}: {key}",
+        found=found,
+    )
 
 
 @contextmanager

@@ -59,7 +59,8 @@ class _Piece:
                 return
             found = f"{reached} bytes"
         except OSError as error:
-            expected, found = "a readable file", str(error)
+            expected = "a readable file"
+            found = str(error)
         raise VerificationError(
             "A rank file of the artifact was cut off or lost while it was read.",
             where=self.file.name,
@@ -82,7 +83,8 @@ class TensorFiller:
                 pieces += _pieces(owner, file, target)
             self._num_left[owner] = len(pieces) - num_before
         sizes = [piece.destination.numel() for piece in pieces]
-        self.num_bytes, self._max_piece_bytes = sum(sizes), max(sizes, default=0)
+        self.num_bytes = sum(sizes)
+        self._max_piece_bytes = max(sizes, default=0)
         self._device = pieces[0].destination.device if pieces else torch.device("cpu")
         if self._device.type == "cuda":
             # copies into this memory must be done before others write
@@ -200,7 +202,8 @@ class TensorFiller:
 
 def _pieces(owner: Hashable, file: RankFile, target: LoadTarget) -> Iterator[_Piece]:
     """Cut a tensor into pieces of at most PIECE_BYTES."""
-    data, num_bytes = target.as_bytes(), target.ref.num_bytes
+    data = target.as_bytes()
+    num_bytes = target.ref.num_bytes
     assert data.numel() == num_bytes, f"{target.ref.name}: {data.numel()} bytes for {num_bytes}"
     for begin in range(0, num_bytes, PIECE_BYTES):
         destination = data[begin : begin + PIECE_BYTES]

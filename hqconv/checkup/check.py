@@ -71,13 +71,17 @@ _SYSTEM_ERRORS = (
 )
 _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
 # rms beside the layer's median
-_SIZE_NOTICE, _SIZE_DAMAGE = 16.0, 1024.0
+_SIZE_NOTICE = 16.0
+_SIZE_DAMAGE = 1024.0
 # distance beside the median of the layer's others, and how many there must be
-_OUTLIER, _FAR_FROM_ALL, _NUM_OTHERS = 2.0, 3.0, 4
+_OUTLIER = 2.0
+_FAR_FROM_ALL = 3.0
+_NUM_OTHERS = 4
 _ROUNDED = 0.9  # share of nearest codes in layers that were rounded
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
 _FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
-_OWNER, _RELATED = 0.6, 0.2  # cosine of sketches of the same matrix; of another version of it
+_OWNER = 0.6  # cosine of sketches of the same matrix
+_RELATED = 0.2  # of another version of it
 
 
 @dataclass(frozen=True)
@@ -261,19 +265,31 @@ def _paired(
 
     Raises RequestError for layers of other sizes.
     """
-    family, text = BY_NAME.get(experts.family), text_config(source.config)
+    family = BY_NAME.get(experts.family)
+    text = text_config(source.config)
     by_index = {layer.index: layer for layer in originals.layers}
     for index in sorted(by_index.keys() - {layer.index for layer in experts.layers}):
         is_extra = family is not None and is_draft(family, index, text)
-        what = "The original has an MoE layer that the checkpoint lacks."
-        where = by_index[index].name
-        findings.append(CheckFinding("missing", what, is_damage=not is_extra, where=where))
+        findings.append(
+            CheckFinding(
+                "missing",
+                "The original has an MoE layer that the checkpoint lacks.",
+                is_damage=not is_extra,
+                where=by_index[index].name,
+            )
+        )
     pairs = {}
     for layer in layers:
         original = by_index.get(layer.index)
         if original is None:
-            what = "The original has no such layer: it is checked alone."
-            findings.append(CheckFinding("extra", what, is_damage=False, where=layer.name))
+            findings.append(
+                CheckFinding(
+                    "extra",
+                    "The original has no such layer: it is checked alone.",
+                    is_damage=False,
+                    where=layer.name,
+                )
+            )
             continue
         if _sizes(layer) != _sizes(original):
             raise RequestError(
@@ -381,7 +397,8 @@ def _examine(
     if original is None or original_layer is None:
         return expert
     theirs: dict[str, Matrix] = {}
-    originals, chosen = dict[str, Matrix](), number
+    originals = dict[str, Matrix]()
+    chosen = number
     around = decoder_layer(layer.name)
     _, order = beside.routers.get(around, ("", torch.empty(0)))
     moved = int(order[number]) if len(order) == layer.num_experts else number
@@ -390,13 +407,16 @@ def _examine(
             decode = _decoder(original, original_layer, candidate)
             matrices = {role: decode(role) for role in layer.roles}
         if not originals or _likeness(ours, matrices) > _likeness(ours, originals):
-            originals, chosen = matrices, candidate
+            originals = matrices
+            chosen = candidate
     if chosen != moved:
         beside.unmoved.add(around)
     for role, matrix in originals.items():
-        checked, facts = expert.matrices[role], facts_of(matrix)
+        checked = expert.matrices[role]
+        facts = facts_of(matrix)
         if math.isfinite(facts.rms):
-            theirs[role], checked.original = matrix, facts.sketch
+            theirs[role] = matrix
+            checked.original = facts.sketch
         else:
             what = "The original's weights are NaN, infinite or too large: the matrix is checked alone."
             finding = CheckFinding("nan", what, is_damage=False)
@@ -424,10 +444,12 @@ def _own_matrices(
     try:
         decode = _decoder(source, layer, number)
         for role in layer.roles:
-            matrix, checked = decode(role), expert.matrices[role]
+            matrix = decode(role)
+            checked = expert.matrices[role]
             faults = list(own_faults(matrix))
             expert.findings += [fault.at(checked.place) for fault in faults]
-            checked.name, kinds = matrix.name, {fault.kind for fault in faults}
+            checked.name = matrix.name
+            kinds = {fault.kind for fault in faults}
             if "nan" not in kinds:
                 matrices[role] = matrix
             if kinds.isdisjoint(("nan", "zero", "constant")):
@@ -437,9 +459,15 @@ def _own_matrices(
     coded = [matrices[role].coded for role in ("w1", "w3") if role in matrices]
     seconds = [given.scale_2 for given in coded if given and given.scale_2 is not None]
     if len(seconds) == 2 and seconds[0].numel() == 1 and not torch.equal(*seconds):
-        what = "Gate and up have second scales of their own, and servers take one for both."
         place = MatrixPlace(layer.name, number)
-        expert.findings.append(CheckFinding("loader", what, is_damage=False, place=place))
+        expert.findings.append(
+            CheckFinding(
+                "loader",
+                "Gate and up have second scales of their own, and servers take one for both.",
+                is_damage=False,
+                place=place,
+            )
+        )
     return matrices
 
 
@@ -450,7 +478,9 @@ def _settle(expert: CheckedExpert, beside: Beside, place: str) -> None:
     columns have, and gate's and up's columns those whose inverses the norm before them has.
     """
     sides = {role: _neuron_side(matrix, role) for role, matrix in expert.matrices.items()}
-    first, up, down = next(iter(sides.values())), sides["w3"], sides["w2"]
+    first = next(iter(sides.values()))
+    up = sides["w3"]
+    down = sides["w2"]
     limit = 0.02 + sum(side.limit for side in sides.values())
     inputs = first.columns * first.rows.median()
     shared = up.columns / inputs
@@ -479,11 +509,24 @@ def _settle(expert: CheckedExpert, beside: Beside, place: str) -> None:
         return
     around = replace(next(iter(expert.matrices.values())).place, role="")
     if first.row_order is not None:
-        what = "The neurons are in another order, the same in all projections: no output changes."
-        expert.findings.append(CheckFinding("neuron-order", what, is_damage=False, place=around))
+        expert.findings.append(
+            CheckFinding(
+                "neuron-order",
+                "The neurons are in another order, the same in all projections: no output changes.",
+                is_damage=False,
+                place=around,
+            )
+        )
     if spread(inputs) or spread(up.rows) or spread(down.rows):
-        what = "Columns are scaled, as AWQ and SmoothQuant do: what comes before is scaled by the inverse, or must be."
-        expert.findings.append(CheckFinding("column-scales", what, is_damage=False, place=around))
+        expert.findings.append(
+            CheckFinding(
+                "column-scales",
+                "Columns are scaled, as AWQ and SmoothQuant do: what comes before is scaled by the inverse, or must "
+                "be.",
+                is_damage=False,
+                place=around,
+            )
+        )
 
 
 def _neuron_side(matrix: CheckedMatrix, role: str) -> Change:
@@ -514,10 +557,16 @@ def _odd_sizes(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
     typical = float(np.median(list(sizes.values()) or [0.0]))
     for place, size in sizes.items():
         if max(size / typical, typical / size) >= _SIZE_NOTICE:
-            what = "The weights are of another magnitude than the other experts'."
             found = f"root mean square {size:.4g}, the median expert's is {typical:.4g}"
             is_damage = size / typical >= _SIZE_DAMAGE
-            yield CheckFinding("magnitude", what, "", found, is_damage, place=place)
+            yield CheckFinding(
+                "magnitude",
+                "The weights are of another magnitude than the other experts'.",
+                "",
+                found,
+                is_damage,
+                place=place,
+            )
 
 
 def _outliers(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
@@ -537,12 +586,18 @@ def _outliers(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
         usual = typical.get((place.layer, place.role), math.inf)
         far = _FAR_FROM_ALL * max(least, 0.25 if math.isnan(comparison.nearest) else 1)
         if comparison.distance > min(far, max(_OUTLIER * usual, 1.5)):
-            what = "The weights are further from the original's than the others: another version of them?"
             expected = f"about {min(usual, least):.2f} times the rounding of the format"
             found = f"{comparison.distance:.2f} times it"
             others = [figure.nearest for figure in groups[place.layer, place.role]]
             is_damage = comparison.distance > far or float(np.median(others)) >= _ROUNDED
-            yield CheckFinding("stale", what, expected, found, is_damage, place=place)
+            yield CheckFinding(
+                "stale",
+                "The weights are further from the original's than the others: another version of them?",
+                expected,
+                found,
+                is_damage,
+                place=place,
+            )
 
 
 # --- matrices at another place ---------------------------------------------------------------------------------
@@ -573,7 +628,8 @@ def _twins(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
             what = "Two projections have the same weights, and the rest of their experts has not."
             if is_whole:
                 what = "An expert is in the checkpoint twice: it was copied, or merged."
-            found, is_damage = first.place.seen_from(copy.place), not (is_whole or is_shared)
+            found = first.place.seen_from(copy.place)
+            is_damage = not (is_whole or is_shared)
             yield CheckFinding("twin", what, "", found, is_damage, place=copy.place)
 
 
@@ -587,7 +643,8 @@ def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
             originals.setdefault(matrix.shape, []).append(matrix.original)
     pools = {shape: np.stack(sketches) for shape, sketches in originals.items()}
     for matrix in matrices:
-        comparison, facts = matrix.comparison, matrix.facts
+        comparison = matrix.comparison
+        facts = matrix.facts
         if comparison is None or facts is None or comparison.distance < _OUTLIER:
             continue
         if comparison.change or any(fault.kind != "bias" for fault in comparison.faults):
@@ -601,9 +658,11 @@ def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
 
 
 def _misplacement(place: MatrixPlace, owner: MatrixPlace) -> CheckFinding:
-    kind, what = "swapped", "The matrix is that of another expert."
+    kind = "swapped"
+    what = "The matrix is that of another expert."
     if replace(owner, role=place.role) == place:
-        kind, what = "gate-up-swapped", "The matrix is that of another projection."
+        kind = "gate-up-swapped"
+        what = "The matrix is that of another projection."
     return CheckFinding(kind, what, place.seen_from(place), owner.seen_from(place), place=place)
 
 
@@ -644,6 +703,12 @@ def _version(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
     comparisons = [matrix.comparison for matrix in matrices if matrix.comparison is not None]
     distances = [comparison.distance for comparison in comparisons if not comparison.is_wrong]
     if distances and (typical := float(np.median(distances))) > _FAR:
-        what = "Most weights are further from the original's than rounding and calibrations make them: another version?"
-        expected, found = f"less than {_FAR} times the rounding error", f"{typical:.1f} times it"
-        yield CheckFinding("stale", what, expected, found, is_damage=False)
+        expected = f"less than {_FAR} times the rounding error"
+        found = f"{typical:.1f} times it"
+        yield CheckFinding(
+            "stale",
+            "Most weights are further from the original's than rounding and calibrations make them: another version?",
+            expected,
+            found,
+            is_damage=False,
+        )

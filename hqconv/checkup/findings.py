@@ -45,9 +45,11 @@ def grouped(findings: Iterable[CheckFinding]) -> list[dict[str, Any]]:
 
 
 def _document(group: list[CheckFinding]) -> dict[str, Any]:
-    first, place = group[0], group[0].place
+    first = group[0]
+    place = group[0].place
     experts = sorted({finding.place.expert for finding in group if finding.place.expert >= 0})
-    where, found = first_few([finding.where for finding in group if finding.where]), first.found
+    where = first_few([finding.where for finding in group if finding.where])
+    found = first.found
     if len(experts) > 1 or (place.layer and not where):
         where = place.layer
         if experts:
@@ -85,10 +87,16 @@ def header_findings(source: Source, experts: ExpertMap) -> Iterator[CheckFinding
             "scale-range", error.what, error.expected, error.found, where=error.where
         )
     for name, lacking, num_layers, is_odd in missing_siblings(experts.layers, source.tensors):
-        what = "A tensor is missing that the other MoE layers have: a server may fill it with anything."
         found = f"absent in {plural(len(lacking), 'layer')} of {num_layers}"
         where = first_few([place + name for place in lacking])
-        yield CheckFinding("missing", what, "present", found, is_odd, where)
+        yield CheckFinding(
+            "missing",
+            "A tensor is missing that the other MoE layers have: a server may fill it with anything.",
+            "present",
+            found,
+            is_odd,
+            where,
+        )
 
 
 def own_findings(dense: DenseTensors) -> Iterator[CheckFinding]:
@@ -102,21 +110,38 @@ def own_findings(dense: DenseTensors) -> Iterator[CheckFinding]:
 
 
 def _own_faults(dense: DenseTensors, ref: TensorRef) -> Iterator[CheckFinding]:
-    num_bad, least, most = 0, math.inf, -math.inf
+    num_bad = 0
+    least = math.inf
+    most = -math.inf
     for piece in read_rows(dense.source, ref, _PIECE):
         num_bad += int((~piece.isfinite()).sum())
-        least, most = min(least, float(piece.min())), max(most, float(piece.max()))
+        least = min(least, float(piece.min()))
+        most = max(most, float(piece.max()))
     if num_bad:
-        what = "A tensor beside the experts holds NaN or infinity."
-        yield CheckFinding("nan", what, "finite", str(num_bad), where=ref.name)
+        yield CheckFinding(
+            "nan",
+            "A tensor beside the experts holds NaN or infinity.",
+            "finite",
+            str(num_bad),
+            where=ref.name,
+        )
     elif INPUT_SCALE.search(ref.name) and least <= 0:
-        what = "A scale of activations is not usable."
-        yield CheckFinding("scale-range", what, "above 0", f"{least:.4g}", where=ref.name)
+        yield CheckFinding(
+            "scale-range",
+            "A scale of activations is not usable.",
+            "above 0",
+            f"{least:.4g}",
+            where=ref.name,
+        )
     elif least == most and ref.name.endswith(".weight") and (most == 0 or len(ref.shape) > 1):
         is_damage = bool(most) or is_end(ref.name)  # a zero norm or projection may be meant
-        what = "All weights of a tensor beside the experts are the same number."
         yield CheckFinding(
-            "constant" if is_damage else "zero", what, "", f"{most:.4g}", is_damage, where=ref.name
+            "constant" if is_damage else "zero",
+            "All weights of a tensor beside the experts are the same number.",
+            "",
+            f"{most:.4g}",
+            is_damage,
+            where=ref.name,
         )
 
 
@@ -155,7 +180,8 @@ class Beside:
     ) -> None:
         """Take a piece of a tensor, float32 [rows, columns]. rounding: relative, of each number; resolution: of all."""
         place = decoder_layer(name)
-        d, w = d.where(w.isfinite(), 0.0).nan_to_num(0.0, 0.0, 0.0), w.nan_to_num(0.0, 0.0, 0.0)
+        d = d.where(w.isfinite(), 0.0).nan_to_num(0.0, 0.0, 0.0)
+        w = w.nan_to_num(0.0, 0.0, 0.0)
         moved = self.routers.get(place)
         if moved is not None and d.shape == (1, len(moved[1])):
             w = w[:, moved[1]]
@@ -166,7 +192,8 @@ class Beside:
         if name in self.changed or is_near or torch.allclose(d, w, rounding, 1e-5 * rounding):
             return
         result = compare("", Matrix(name, d, resolution), {"": Matrix(name, w, resolution)})
-        change, fault = result.change, result.change_fault
+        change = result.change
+        fault = result.change_fault
         if len(d) == 1 and is_norm(name):
             what = "A norm is not the original's, and no matrix behind it makes up for it."
             fault = CheckFinding("stale", what)
@@ -204,7 +231,8 @@ def compare_dense(dense: DenseTensors, original: DenseTensors) -> Beside:
     """Compare the tensors beside the experts with the original's."""
     beside = Beside()
     for module in dense.common(original):
-        ours, theirs = dense.modules[module], original.modules[module]
+        ours = dense.modules[module]
+        theirs = original.modules[module]
         if dense.is_coded_otherwise(original, module):
             _compare_decoded(beside, dense, original, module)
             continue
@@ -263,7 +291,12 @@ def _compare_tensor(
 def config_findings(source: Source, original: Source) -> Iterator[CheckFinding]:
     """Yield keys of config.json that change what the model computes, and are not the original's."""
     for key, expected, found in function_changes(source.config, original.config):
-        what = f"config.json is not the original's: {key} changes what the model computes."
         is_damage = None not in (expected, found) and not MEANT_KEYS.search(key)
         texts = repr(expected), repr(found)
-        yield CheckFinding("config", what, *texts, is_damage, where=f"config.json: {key}")
+        yield CheckFinding(
+            "config",
+            f"config.json is not the original's: {key} changes what the model computes.",
+            *texts,
+            is_damage,
+            where=f"config.json: {key}",
+        )

@@ -28,9 +28,12 @@ _SIDE = 16  # of a sketch
 _RUN = 64  # weights, or 32-bit words of codes, that are the same by chance nowhere
 _ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
 # largest weight, of the median row's largest
-_SPIKE_NOTICE, _SPIKE_DAMAGE = 2.0**10, 2.0**16
+_SPIKE_NOTICE = 2.0**10
+_SPIKE_DAMAGE = 2.0**16
 # rms times sqrt(K): least and most without a notice; damage above
-_MIN_GAIN, _MAX_GAIN, _DAMAGED_GAIN = 2.0**-12, 2.0**9, 2.0**16
+_MIN_GAIN = 2.0**-12
+_MAX_GAIN = 2.0**9
+_DAMAGED_GAIN = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,17 @@ def facts_of(matrix: Matrix) -> Facts:
 
 def own_faults(matrix: Matrix) -> Iterator[CheckFinding]:
     """Yield what the values of a matrix tell alone."""
-    values, where = matrix.values, matrix.name
+    values = matrix.values
+    where = matrix.name
     largest = values.abs().amax(1)
     if not bool(largest.isfinite().all()):
         bad = (~values.isfinite()).nonzero()
-        found = f"{len(bad)} of {values.numel()}, the first at {bad[0].tolist()}"
-        yield CheckFinding("nan", "Weights are NaN or infinite.", found=found, where=where)
+        yield CheckFinding(
+            "nan",
+            "Weights are NaN or infinite.",
+            found=f"{len(bad)} of {values.numel()}, the first at {bad[0].tolist()}",
+            where=where,
+        )
         return
     if matrix.bias is not None and not bool(matrix.bias.isfinite().all()):
         yield CheckFinding("nan", "A bias is NaN or infinite.", where=where)
@@ -151,17 +159,23 @@ def own_faults(matrix: Matrix) -> Iterator[CheckFinding]:
         return
     codes = values if matrix.coded is None else matrix.coded.packed
     if any(_has_run(axis.flatten()) for axis in (codes, codes.t())):
-        what = "A run of weights is stored as the same number: a part of the file may be lost."
-        yield CheckFinding("hole", what, is_damage=False, where=where)
+        yield CheckFinding(
+            "hole",
+            "A run of weights is stored as the same number: a part of the file may be lost.",
+            is_damage=False,
+            where=where,
+        )
     if (
         matrix.coded is not None
         and (share := float(lost_weights(matrix.coded).float().mean())) > MANY_LOST
     ):
-        what = (
-            "Scales are zero above codes that are not: every loader takes these weights for zero."
-        )
         yield CheckFinding(
-            "zero", what, "", f"{share:.1%} of the weights", is_damage=False, where=where
+            "zero",
+            "Scales are zero above codes that are not: every loader takes these weights for zero.",
+            "",
+            f"{share:.1%} of the weights",
+            is_damage=False,
+            where=where,
         )
     typical = float(largest[largest > 0].median())
     spike = float(largest.max()) / typical
@@ -268,15 +282,19 @@ _EXPLAINED = 3.0  # the same of a matrix that a hypothesis explains
 _LEAST = 0.004  # a tangent that counts as one of rounding, whose error may be zero
 _CHANCE = 4.0  # standard deviations of a cosine
 # limit of the logarithm of the gain: by the squared tangent, beside it, at most
-_GAIN_BY_TANGENT, _GAIN_BESIDE, _GAIN_MOST = 6.0, 0.004, 0.64
+_GAIN_BY_TANGENT = 6.0
+_GAIN_BESIDE = 0.004
+_GAIN_MOST = 0.64
 _NEAREST = 1.15  # tangent of a matrix rounded to nearest, at most
 _SUSPECT = 1.8  # tangent, of the rounding's, that is to be explained
 _COARSE = 0.5  # logarithm of a gain that rounding of few levels explains
 _SPREAD = 0.02  # of logarithms of factors, that are not the same number
-_SIGNATURE, _NUM_ROWS = 64, 192  # numbers by which a row is found; rows looked for
+_SIGNATURE = 64  # numbers by which a row is found
+_NUM_ROWS = 192  # looked for
 _LEAST_SIZE = 16  # of a row: shorter ones are alike by chance
 # share of these rows to be found; cosine of a row that is the same
-_FOUND, _SAME_ROW = 0.9, 0.6
+_FOUND = 0.9
+_SAME_ROW = 0.6
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +386,8 @@ def tangent_of(cosine: float) -> float:
 def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Comparison:
     """Compare a projection of one expert with the original's; originals: this expert's projections, by role."""
     original = originals[role]
-    d, w = matrix.values, original.values
+    d = matrix.values
+    w = original.values
     result = Comparison(0.0, math.hypot(matrix.resolution, original.resolution), 0.0)
     result.faults += _bias_faults(matrix, original)
     power, decoded, dot = (_sum(products) for products in (w.square(), d.square(), w * d))
@@ -376,7 +395,8 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     if not power and not decoded:
         return result
     if not power or not decoded:
-        result.error, result.tangent = 1.0, math.inf
+        result.error = 1.0
+        result.tangent = math.inf
         fault = CheckFinding("stale", "The original's weights are zero.")
         if power:
             fault = CheckFinding("zero", "All weights are zero, and the original's are not.")
@@ -389,7 +409,8 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     if matrix.cells is not None:
         result.nearest = float((difference.abs() <= 0.51 * matrix.cells).float().mean())
     is_near = angle >= least_cosine(result.rounding, d.numel())
-    gain, limit = dot / power, _gain_limit(max(result.tangent, result.rounding))
+    gain = dot / power
+    limit = _gain_limit(max(result.tangent, result.rounding))
     is_scaled = is_near and abs(math.log(gain)) > limit
     if (is_scaled or result.distance > _SUSPECT) and _explain(
         result, role, matrix, originals, is_scaled=is_scaled
@@ -413,7 +434,8 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
 
 
 def _bias_faults(matrix: Matrix, original: Matrix) -> Iterator[CheckFinding]:
-    given, expected = matrix.bias, original.bias
+    given = matrix.bias
+    expected = original.bias
     is_same = given is expected  # none
     if given is not None and expected is not None:
         is_same = torch.allclose(given.float(), expected.float(), rtol=2.0**-6, atol=1e-6)
@@ -427,7 +449,8 @@ def _gain_limit(tangent: float) -> float:
 
 def _factor(matrix: Matrix, gain: float, limit: float) -> CheckFinding:
     """Return the finding about a matrix that is the original's times a factor."""
-    found, power = f"{gain:.4g}", math.log2(gain)
+    found = f"{gain:.4g}"
+    power = math.log2(gain)
     if abs(power - round(power)) < 0.01:
         found += f" (2**{round(power)})"
     coded = matrix.coded
@@ -436,15 +459,20 @@ def _factor(matrix: Matrix, gain: float, limit: float) -> CheckFinding:
             scale = float(scale_values(number.reshape(1)))
             if scale > 0 and abs(math.log(gain / scale**2)) < max(limit, 0.02):
                 found += f": the scale {scale:.4g} is inverted"
-    what = "The weights are the original's times a constant factor."
-    return CheckFinding("factor", what, f"within a factor of {math.exp(limit):.3f}", found)
+    return CheckFinding(
+        "factor",
+        "The weights are the original's times a constant factor.",
+        f"within a factor of {math.exp(limit):.3f}",
+        found,
+    )
 
 
 def _bad_rows(
     result: Comparison, matrix: Matrix, original: Matrix, *, is_near: bool
 ) -> torch.Tensor | None:
     """Return the rows that are not the original's; None if there are none, or hardly any others."""
-    d, w = matrix.values, original.values
+    d = matrix.values
+    w = original.values
     power, decoded, dots = (
         products.sum(1, dtype=torch.float64) for products in (w.square(), d.square(), w * d)
     )
@@ -488,7 +516,8 @@ def _explain(
 
     It must bring the matrix near, and to half the tangent that it had or to that of rounding.
     """
-    d, w = matrix.values, originals[role].values
+    d = matrix.values
+    w = originals[role].values
     limit = max(0.5 * result.tangent, min(1.3 * result.rounding, 0.8 * result.tangent), _LEAST)
     least = least_cosine(result.rounding, d.numel(), _EXPLAINED)
 
@@ -513,8 +542,11 @@ def _explain(
     elif faults:
         result.faults.append(faults[0])
     elif are_near(d, w.t().reshape(d.shape)) or are_near(d, w.reshape(d.shape[::-1]).t()):
-        what = "The matrix is the original's, transposed."
-        result.faults.append(CheckFinding("transposed", what, "[out, in]", "[in, out]"))
+        result.faults.append(
+            CheckFinding(
+                "transposed", "The matrix is the original's, transposed.", "[out, in]", "[in, out]"
+            )
+        )
     elif (order := _order_of(d, originals, role, torch.arange(len(d)))) is not None:
         kind = "rows" if len(order.numbers) else "gate-up-rows"
         result.faults.append(CheckFinding(kind, f"The rows are {order.text}."))
@@ -557,14 +589,16 @@ def is_one(product: torch.Tensor, factors: torch.Tensor, limit: float = 0.1) -> 
 
 def _scaled(d: torch.Tensor, w: torch.Tensor, rounding: float) -> Change:
     """Return factors of rows and columns by which w is nearest to d; one number where they differ by chance."""
-    products, squares = d * w, w.square()
+    products = d * w
+    squares = w.square()
     columns = torch.ones(d.size(1))
     if products.sum(0).abs().sum() > products.sum(1).abs().sum():  # columns of both signs
         columns = products.sum(0).sign()
     for _ in range(2):
         rows = (products @ columns) / (squares @ columns.square()).clamp_min(1e-30)
         columns = (rows @ products) / (rows.square() @ squares).clamp_min(1e-30)
-    rows, columns = rows * columns.abs().median(), columns / columns.abs().median()
+    rows = rows * columns.abs().median()
+    columns = columns / columns.abs().median()
     if spread(rows) < max(_SPREAD, 3 * rounding / math.sqrt(d.size(1))):
         rows = rows.abs().median() * rows.sign()
     if spread(columns) < max(_SPREAD, 3 * rounding / math.sqrt(len(d))):
@@ -598,17 +632,20 @@ def _scale_faults(
     matrix: Matrix, w: torch.Tensor
 ) -> Iterator[tuple[CheckFinding, torch.Tensor, torch.Tensor]]:
     """Yield faults of scales and zero points, each with what d and w then are, which are near if it is one."""
-    coded, d = matrix.coded, matrix.values
+    coded = matrix.coded
+    d = matrix.values
     assert coded is not None
     num_rows, num_columns = d.shape
-    group_n, group_k = coded.group_n or num_rows, coded.group_k or num_columns
+    group_n = coded.group_n or num_rows
+    group_k = coded.group_k or num_columns
 
     def sums(values: torch.Tensor) -> torch.Tensor:
         """Sum up each scale group: [groups along N, groups along K]."""
         padded = torch.nn.functional.pad(
             values, (0, -num_columns % group_k, 0, -num_rows % group_n)
         )
-        rows, columns = padded.size(0) // group_n, padded.size(1) // group_k
+        rows = padded.size(0) // group_n
+        columns = padded.size(1) // group_k
         blocks = padded.view(rows, group_n, columns, group_k)
         return blocks.sum((1, 3), dtype=torch.float64)
 
@@ -639,7 +676,8 @@ def _order_of(
     """Find chosen rows of d elsewhere in the original's gate and up, or down; None if they are not there."""
     roles = ["w1", "w3"] if role != "w2" and {"w1", "w3"} <= originals.keys() else [role]
     pool = torch.cat([originals[role].values for role in roles])
-    num_rows, index = len(originals[role].values), roles.index(role)
+    num_rows = len(originals[role].values)
+    index = roles.index(role)
     start = index * num_rows
     steps = np.linspace(0, len(chosen) - 1, min(_NUM_ROWS, len(chosen)))
     picked = chosen[np.unique(steps.astype(int))]
@@ -660,7 +698,8 @@ def _order_of(
     is_elsewhere = is_found & (1 - cosines < 0.5 * (1 - own_cosines))
     if len(picked) < 2 or d.size(1) < _LEAST_SIZE or float(is_elsewhere.float().mean()) < _FOUND:
         return None
-    owner, picked = owner[is_found], picked[is_found]
+    owner = owner[is_found]
+    picked = picked[is_found]
     place = picked + start
     if len(roles) == 2 and torch.equal(owner, place // 2 + place % 2 * num_rows):
         return RowOrder("gate and up in turns: alternating rows were cut in halves", owner[:0])
@@ -670,11 +709,13 @@ def _order_of(
         )
     if not bool(((owner >= start) & (owner < start + num_rows)).all()):
         return None
-    shift, numbers = (owner - place) % num_rows, torch.arange(len(d))
+    shift = (owner - place) % num_rows
+    numbers = torch.arange(len(d))
     if bool((shift == shift[0]).all()):
         by = int(shift[0])
-        text = f"shifted by {by if by <= num_rows // 2 else by - num_rows}"
-        return RowOrder(text, (numbers + by) % num_rows)
+        return RowOrder(
+            f"shifted by {by if by <= num_rows // 2 else by - num_rows}", (numbers + by) % num_rows
+        )
     if torch.equal(owner - start, picked ^ 1):
         return RowOrder("exchanged in pairs, as by the other order of codes in a byte", numbers ^ 1)
     rows = torch.cat([owners(rows) for rows in torch.split(numbers, 256)])

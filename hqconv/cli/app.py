@@ -50,9 +50,8 @@ class CommandGroup(TyperGroup):
         given = sys.argv[1:] if args is None else list(args)
         try:
             code = super().main(given, *positional, **{**options, "standalone_mode": False})
-        except (
-            SystemExit
-        ) as end:  # of a signal, or of rich where the reader of the help has gone away
+        except SystemExit as end:
+            # of a signal, or of rich where the reader of the help has gone away
             discard_stdout()
             code = 0 if end.code == 1 else end.code
         except OSError as error:
@@ -68,7 +67,7 @@ def _request_error(error: Any, args: Sequence[str]) -> RequestError:
     """Return the RequestError for a usage error of Typer: its command, and what is wrong."""
     names = args[:1] if error.ctx is None else error.ctx.command_path.split()[1:]
     path = " ".join(["hqconv", *names])
-    found = error.format_message().replace("Value error, ", "")
+    found = error.format_message()
     remedy = f"`{path} --help` shows what there is."
     if error.ctx is not None and found.startswith("Missing option"):
         params = [param for param in error.ctx.command.params if param.required]
@@ -200,8 +199,11 @@ def convert(
 
     def on_plan(plan: ConversionPlan, place: Path) -> None:
         if profile is not None and Path(profile).is_relative_to(place.resolve()):
-            what = "The profile would lie inside the artifact."
-            raise OutputError(what, where=str(profile), remedy="Name another path.")
+            raise OutputError(
+                "The profile would lie inside the artifact.",
+                where=profile,
+                remedy="Name another path.",
+            )
         screen.on_plan(plan)
 
     options.setdefault("part", torchrun_part())

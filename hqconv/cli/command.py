@@ -39,9 +39,29 @@ _PANELS = {
 }
 _ALL = "hqconv.help_all"  # of a context: all options are shown
 _USUAL = (  # parameters that the help of a `LongCommand` shows, in this order
-    *("src", "repo", "out", "schema", "target", "size", "bits", "candidates", "calibrate"),
-    *("evaluate", "tp", "ep", "config", "revision", "branch", "device", "max_memory"),
-    *("resume", "overwrite", "dry_run", "json", "quiet", "help_all"),
+    "src",
+    "repo",
+    "out",
+    "schema",
+    "target",
+    "size",
+    "bits",
+    "candidates",
+    "calibrate",
+    "evaluate",
+    "tp",
+    "ep",
+    "config",
+    "revision",
+    "branch",
+    "device",
+    "max_memory",
+    "resume",
+    "overwrite",
+    "dry_run",
+    "json",
+    "quiet",
+    "help_all",
 )
 # Names of options for `command`.
 CONVERSION = tuple(
@@ -61,7 +81,8 @@ def flag(text: str, *names: str, **settings: Any) -> Any:
 def _parameter(option: Field[Any]) -> inspect.Parameter:
     """Return an option's parameter for Typer; it is None where the option is not given."""
     kind: Any = plain_type(option)
-    text, panel = option.metadata["help"], "Quantization and layout"
+    text = option.metadata["help"]
+    panel = "Quantization and layout"
     if option.default and kind is not bool:
         text += f"  [default: {option.default}]"
     if "choices" in option.metadata:
@@ -72,9 +93,11 @@ def _parameter(option: Field[Any]) -> inspect.Parameter:
     limits = {"min": option.metadata.get("least"), "max": option.metadata.get("most")}
     name = f"--{option.name.replace('_', '-')}"
     declared = flag(text, name, rich_help_panel=panel, **limits)
-    keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(
-        option.name, keyword, default=None, annotation=Annotated[kind | None, declared]
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, declared],
     )
 
 
@@ -83,7 +106,8 @@ class LongCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, the usual options in one panel."""
-        every, named = self.params, {param.name: param for param in self.params}
+        every = self.params
+        named = {param.name: param for param in self.params}
         if not ctx.meta.get(_ALL):
             self.params = [copy.copy(named[name]) for name in _USUAL if name in named]
             for param in self.params:
@@ -229,7 +253,8 @@ def command(*names: str) -> Callable[[Callable[..., Result]], Callable[..., None
         ]
         if "calibrate" in names:
             parameters.append(_HELP_ALL)
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 parameter.replace(kind=parameter.KEYWORD_ONLY)
@@ -263,6 +288,10 @@ def parse_numbers(text: str, name: str, least: int = 0) -> list[int]:
     runs = parse_runs(text, name)
     numbers = [number for first, last in runs for number in range(first, last + 1)]
     if not numbers or min(numbers) < least:
-        what, expected = "The numbers cannot be used.", f"numbers from {least} up, such as 1,3-5"
-        raise RequestError(what, where=name, expected=expected, found=text)
+        raise RequestError(
+            "The numbers cannot be used.",
+            where=name,
+            expected=f"numbers from {least} up, such as 1,3-5",
+            found=text,
+        )
     return numbers

@@ -180,7 +180,8 @@ def _as_ours(error: Exception) -> HqconvError:
             remedy="Lower --max-memory or --threads.",
         )
     if isinstance(error, OSError):
-        where, found = str(error.filename or ""), error.strerror or error
+        where = str(error.filename or "")
+        found = error.strerror or error
         return OutputError("The operating system refused.", where=where, found=found)
     return HqconvError(
         "This is a bug of hqconv.",

@@ -18,7 +18,9 @@ from hqconv.reports.documents import describe_artifact
 from hqconv.schemas.artifact_names import PROJECTIONS
 
 _NUM_WORST = 12  # experts shown
-_WIDTH, _HEIGHT, _BAR_HEIGHT = 800, 240, 18
+_WIDTH = 800
+_HEIGHT = 240
+_BAR_HEIGHT = 18
 _COLOURS = {"w1": "#2563eb", "w3": "#d97706", "w2": "#059669"}
 _HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -106,7 +108,8 @@ def _worst_experts(manifest: Manifest) -> str:
     largest, _ = experts[0]
     marks = []
     for row, (error, name) in enumerate(experts[:_NUM_WORST]):
-        y, width = _BAR_HEIGHT * row, f"{_WIDTH * error / largest:.4g}"
+        y = _BAR_HEIGHT * row
+        width = f"{_WIDTH * error / largest:.4g}"
         marks.append(f'<rect y="{y}" width="{width}" height="{_BAR_HEIGHT - 2}" fill="#cbd5e1"/>')
         marks.append(f'<text x="4" y="{y + 12}">{error:.4g} {_text(name)}</text>')
     return _svg("Worst experts", _BAR_HEIGHT * _NUM_WORST, marks)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -139,7 +138,8 @@ def _plan(document: Document) -> Shown:
 
 
 def _summary(document: Document) -> Shown:
-    num_in, num_out = document["num_bytes_in"], document["num_bytes_out"]
+    num_in = document["num_bytes_in"]
+    num_out = document["num_bytes_out"]
     seconds = document["seconds"]
     time = [human_seconds(seconds), plural(document["num_workers"], "worker")]
     if not document["num_units_resumed"]:
@@ -220,10 +220,13 @@ def _conversion_rows(document: Document) -> list[tuple[str, str]]:
 
 
 def _part(document: Document) -> Shown:
-    missing, parts_at_work = document["missing"], document["parts_at_work"]
+    parts_at_work = document["parts_at_work"]
     yield _facts(
         ("part", document["part"]),
-        ("missing", f"{len(missing)} of {plural(document['num_units'], 'output unit')}"),
+        (
+            "missing",
+            f"{len(document['missing'])} of {plural(document['num_units'], 'output unit')}",
+        ),
         ("at work", f"part {', part '.join(parts_at_work)}" if parts_at_work else "no other part"),
         ("what to do", "Convert the other parts; the last one finishes the artifact."),
     )
@@ -324,7 +327,8 @@ def _layers(runs: Iterable[Mapping[str, Any]]) -> Shown:
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k")
     rows = []
     for run in runs:
-        activation, is_gated = Activation.from_dict(run), bool(run["gated"])
+        activation = Activation.from_dict(run)
+        is_gated = bool(run["gated"])
         remarks = ["gated"] if is_gated else []
         if not activation.is_known(is_gated):
             remarks.append("known by name only")
@@ -445,7 +449,8 @@ def _verdict(document: Document) -> str:
 
 
 def _first(check: Document) -> str:
-    finding, count = check["findings"][0], len(check["findings"])
+    finding = check["findings"][0]
+    count = len(check["findings"])
     more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
 
@@ -507,7 +512,8 @@ def _evaluation(document: Document) -> Shown:
 def _evaluation_facts(document: Document) -> Table:
     kl = document["kl"]
     error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
-    perplexity, nll = document["perplexity"], document["mean_nll"]
+    perplexity = document["perplexity"]
+    nll = document["mean_nll"]
     context = f"{document['context_length']} tokens"
     return _facts(
         ("evaluated", f"{document['artifact']}, {document['schema']}"),
@@ -711,7 +717,8 @@ def _ranks_text(rank_bytes: Mapping[str, int]) -> str:
     """Return `8 ranks, 69.21 GB each`, or the smallest and the largest size."""
     if not rank_bytes:
         return ""
-    least, most = human_bytes(min(rank_bytes.values())), human_bytes(max(rank_bytes.values()))
+    least = human_bytes(min(rank_bytes.values()))
+    most = human_bytes(max(rank_bytes.values()))
     sizes = f"{least} each" if least == most else f"{least} to {most}"
     return f"{plural(len(rank_bytes), 'rank')}, {sizes}"
 
@@ -797,9 +804,7 @@ class ShownProgress:
                 self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
@@ -824,7 +829,8 @@ class ShownProgress:
         is_first = done.done_bytes == done.resumed_bytes and done.step != self._last_step
         if now_s - self._last_line_s < _PLAIN_INTERVAL_S and not is_first:
             return
-        self._last_line_s, self._last_step = now_s, done.step
+        self._last_line_s = now_s
+        self._last_step = done.step
         size = f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}"
         say(f"{human_seconds(now_s - self._begun_s)}  {size}  {text}")
 
@@ -834,5 +840,6 @@ class ShownProgress:
             for task in self._tasks.values():
                 bar.update(task, visible=False)
             self._tasks[check] = bar.add_task("") if start is None else start
-        total, task = max(done.total_bytes, 1), self._tasks[check]
+        total = max(done.total_bytes, 1)
+        task = self._tasks[check]
         bar.update(task, total=total, completed=done.done_bytes, description=text)

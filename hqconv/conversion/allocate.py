@@ -85,7 +85,8 @@ def run_allocation(
     place = output_file(out, "-o", _RECIPE, [source.root])
     plans = _plan_candidates(source, options.calibrated(resources.device_name), target, names)
     first = next(iter(plans.values()))
-    choices, num_weights = [], 0
+    choices = []
+    num_weights = 0
     for number, planned in enumerate(first.layers):
         layer = planned.layer
         num_weights += layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2"))
@@ -237,7 +238,8 @@ def _measure(
         for planned in layers:
             inputs.expect(planned.layer, 1)
         for planned in layers:
-            layer, activations = planned.layer, inputs.of(planned.layer)
+            layer = planned.layer
+            activations = inputs.of(planned.layer)
             own = [choice for choice in choices if choice.layer == layer.name]
             encodings = [plan.encoding for plan in every if plan.name == layer.name]
             if not isinstance(activations, ExpertActivations):
@@ -268,12 +270,10 @@ class _Batch:
         device: torch.device,
     ) -> None:
         """Read the experts' weights and biases to the device."""
-        self.layer, self.experts, self.activations, self.device = (
-            layer,
-            experts,
-            activations,
-            device,
-        )
+        self.layer = layer
+        self.experts = experts
+        self.activations = activations
+        self.device = device
         matrices = [source.read_expert(layer, expert, layer.roles, device) for expert in experts]
         self.weights: dict[str, torch.Tensor] = {}
         for role in layer.roles:
@@ -298,7 +298,8 @@ class _Batch:
             torch.cuda.set_device(self.device)  # of this thread
         quantized = dict(self.weights)
         for roles in self.layer.coupled_roles:
-            gemm, products = encoding.of(roles[0]), self.hidden
+            gemm = encoding.of(roles[0])
+            products = self.hidden
             if gemm.is_direct:  # kept codes change nothing
                 continue
             if roles == ("w2",):

@@ -52,8 +52,7 @@ from hqconv.planning.notices import draft_layers
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit, layers_of
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.quantize import check_kernels
-from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import CONFIG, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SUMS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
 from hqconv.sources.opening import frozen_objects, without_gc
@@ -263,7 +262,8 @@ class _Conversion:
 
     def run(self, *, resume: bool, overwrite: bool, update: bool) -> ConversionReport:
         """Take the output folder, convert, and seal."""
-        source, plan = self.source, self.plan
+        source = self.source
+        plan = self.plan
         num_bytes_out = plan.num_bytes_out + plan.other_bytes
         with self._folder() as folder:
             is_new = folder.start(
@@ -373,9 +373,8 @@ class _Conversion:
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
         missing = [unit for unit in self.units if unit.name not in done]
-        if (
-            self.plan.spec.encoding.calibration is not None
-        ):  # the model runs once, from its first layer to the last
+        # the model runs once, from its first layer to the last
+        if self.plan.spec.encoding.calibration is not None:
             return missing
         return (
             take_in_turn(missing)
@@ -386,7 +385,8 @@ class _Conversion:
     @without_gc()
     def _finish(self, folder: OutputFolder, num_resumed: int) -> ConversionReport:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
-        source, plan = self.source, self.plan
+        source = self.source
+        plan = self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
         sidecar_files = write_sidecar_files(source, plan, self.expected, folder.root)
         generated, remark = source.sidecar_files.generate()
@@ -414,10 +414,10 @@ class _Conversion:
             plan.warnings,
         )
         card = card_bytes(manifest, source.sidecar_files.card)
-        manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
+        manifest = with_file(manifest, write_whole(folder.root, CARD, card))
         data = sealed(manifest.to_dict())
         sums = sums_bytes(manifest.files, hashlib.sha256(data).hexdigest())
-        write_whole(folder.root, artifact_names.SUMS, sums)
+        write_whole(folder.root, SUMS, sums)
         source.guard.check_unchanged()
         folder.seal(data)
         return self._report(
@@ -564,9 +564,9 @@ def write_sidecar_files(
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-    documents = {artifact_names.CONFIG: expected.config}
+    documents = {CONFIG: expected.config}
     if expected.index is not None:
-        documents[artifact_names.INDEX] = expected.index
+        documents[INDEX] = expected.index
     for name, document in documents.items():
         written.append(write_whole(root, name, json_bytes(document)))
     return written

@@ -149,7 +149,8 @@ class LayerEncoder:
         inputs: ExpertActivations | LinearInputs,
     ) -> EncodedBatch:
         """Quantize by the error of the experts' outputs on a calibration's tokens. stacks: of `float_stacks`."""
-        layer, encoding = self.layer, self.encoding
+        layer = self.layer
+        encoding = self.encoding
         each = (
             []
             if stacks is not None
@@ -212,9 +213,8 @@ class LayerEncoder:
     ) -> EncodedBatch:
         """Return a batch whose values and deferred checks are checked in its `error_sums`."""
         sums = [stack.sums() for stack in done.values()]
-        bare = {
-            role: replace(stack, tensors={}) for role, stack in done.items()
-        }  # the tensors may be freed before
+        # the tensors may be freed before
+        bare = {role: replace(stack, tensors={}) for role, stack in done.items()}
 
         def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
             if len(measured) > len(sums) and bool(measured[-1].any()):
@@ -313,9 +313,8 @@ def _encode_stacks(
             tensors = [one[role][0] for one in direct]
             done[role] = stack_direct(tensors, torch.stack(rounding, 1) if rounding else None)
     else:
-        if (
-            direct
-        ):  # the orders of columns differ: each expert is encoded alone, when this check fails
+        # the orders of columns differ: each expert is encoded alone, when this check fails
+        if direct:
             is_any(
                 torch.ones(
                     1, dtype=torch.bool, device=next(iter(direct[0].values()))[0]["weight"].device
@@ -335,7 +334,8 @@ def _quantized_stacks(
     each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding
 ) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
-    roles, powers = list(each[0]), None
+    roles = list(each[0])
+    powers = None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
         coded = {role: [coded_of(matrices[role]) for matrices in each] for role in roles}

@@ -107,7 +107,8 @@ def num_batches(planned: MoeLayerPlan, num_experts: int) -> int:
 def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """Split a unit into equal batches of at most `num_experts`, or into pieces of at most `piece_bytes`."""
     for layer in layers_of(unit):
-        total, count = layer.layer.num_experts, num_batches(layer, num_experts)
+        total = layer.layer.num_experts
+        count = num_batches(layer, num_experts)
         for number in range(count):
             yield Batch(layer, range(number * total // count, (number + 1) * total // count))
     if isinstance(unit, CopiedShardPlan):
@@ -120,14 +121,17 @@ def _spans(whole: Iterable[Span], piece_bytes: int) -> Iterator[tuple[Span, ...]
     spans: list[Span] = []
     room = piece_bytes
     for ref, begin, num_bytes in whole:
-        start, end = begin, begin + num_bytes
+        start = begin
+        end = begin + num_bytes
         while start < end:
             size = min(room, end - start)
             spans.append((ref, start, size))
-            start, room = start + size, room - size
+            start = start + size
+            room = room - size
             if not room:
                 yield tuple(spans)
-                spans, room = [], piece_bytes
+                spans = []
+                room = piece_bytes
     if spans:
         yield tuple(spans)
 
@@ -200,9 +204,8 @@ def encode_to_runs(
         inputs = inputs_of(planned.layer)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful)
-    written: dict[
-        tuple[int | str, str], torch.Tensor
-    ] = {}  # by TP rank and name, or in the checkpoint layout by role
+    # by TP rank and name, or in the checkpoint layout by role
+    written: dict[tuple[int | str, str], torch.Tensor] = {}
     if planned.forms:
         for part in planned.slices:
             written |= {
@@ -218,7 +221,8 @@ def encode_to_runs(
     done = replace(done, tensors={})  # on a GPU their memory is used again for the copies
     host = iter(lane.to_host([*done.measured, *written.values()], out))
     measured = [next(host).view(torch.float64).view(one.shape) for one in done.measured]
-    runs, wait = list(_runs(batch, dict(zip(written, host, strict=True)))), lane.arrive()
+    runs = list(_runs(batch, dict(zip(written, host, strict=True))))
+    wait = lane.arrive()
 
     def error_sums() -> dict[str, list[ErrorSums]]:
         if wait is not None:

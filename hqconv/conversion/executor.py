@@ -27,7 +27,6 @@ from hqconv.conversion.encode_batch import (
     Measurements,
     Piece,
     Run,
-    encode_to_runs,
     split_runs,
     split_unit,
 )
@@ -50,22 +49,24 @@ _LOG = logging.getLogger(__name__)
 
 # Units whose files are open: those in work, the rest being finished. More than the first number only while their files
 # are few.
-_OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
+_OPEN_UNITS = 4
+_MAX_OPEN_UNITS = 24
 # Units in work take turns: Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as
 # long as writing.
 _UNITS_IN_WORK = 3
-_PIECES_IN_FLIGHT = (
-    2  # of a copied shard beside a layer: its one file is written by one thread at a time
-)
-_MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads or writes
+# of a copied shard beside a layer: its one file is written by one thread at a time
+_PIECES_IN_FLIGHT = 2
+# of a stage that reads or writes
+_MIN_THREADS = 4
+_MAX_THREADS = 16
 _MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
-_CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
-_DIGEST_BYTES, _GPU_DIGEST_BYTES = (
-    1 << 20,
-    4 << 20,
-)  # of a file, hashed in one call; each hashing thread keeps so many
+_CHUNK_BYTES = 16 << 20
+_GPU_CHUNK_BYTES = 32 << 20
+# of a file, hashed in one call; each hashing thread keeps so many
+_DIGEST_BYTES = 1 << 20
+_GPU_DIGEST_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -122,17 +123,22 @@ class Executor:
         scales: Mapping[str, InputScales],
         prefetch: HubPrefetch,
         *,
-        encode: Callable[..., EncodedRuns] = encode_to_runs,
+        encode: Callable[..., EncodedRuns],
     ) -> None:
         """root: folder of the output files. record: called with each finished unit.
 
         encode: encodes a batch, with the arguments of `encode_to_runs`.
         """
         self._encode_batch = encode
-        self._scales, self._prefetch = scales, prefetch
-        self._source, self._device = source, resources.device
-        self._root, self._record = root, record
-        self._staging, self._meter, self._profile = staging, meter, profile
+        self._scales = scales
+        self._prefetch = prefetch
+        self._source = source
+        self._device = resources.device
+        self._root = root
+        self._record = record
+        self._staging = staging
+        self._meter = meter
+        self._profile = profile
         num_threads = min(_MAX_THREADS, max(_MIN_THREADS, resources.num_threads))
         self._stages = Stages(
             {
@@ -263,7 +269,8 @@ class Executor:
 
     def _create(self, unit: _UnitInWork) -> None:
         """Create a unit's files at their full size, and write the layer's activation scales."""
-        planned, writer = unit.unit, UnitWriter(self._root, unit.unit.files)
+        planned = unit.unit
+        writer = UnitWriter(self._root, unit.unit.files)
         try:
             if isinstance(planned, MoeLayerPlan):
                 for gemm, ref in planned.input_scale_places():
@@ -277,9 +284,12 @@ class Executor:
 
     def _read_part(self, in_flight: _InFlight, part: Piece, data: torch.Tensor) -> None:
         """Read a part of a piece, and write the piece after the last one."""
-        runs, reads, end = list[Run](), [], 0
+        runs = list[Run]()
+        reads = []
+        end = 0
         for ref, start, size in part.spans:
-            place, end = data[end : end + size], end + size
+            place = data[end : end + size]
+            end = end + size
             stored = ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size)
             reads.append((stored, place.numpy().data))
             out = part.planned.files[0].tensors[ref.name]
@@ -345,9 +355,8 @@ class Executor:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
                 with lane.used():
-                    raw, out = in_flight.raw, in_flight.out
                     encoded = self._encode_batch(
-                        self._source, batch, raw, lane, out, is_careful=True
+                        self._source, batch, in_flight.raw, lane, in_flight.out, is_careful=True
                     )
                     error_sums = encoded.error_sums()
         with self._lock:
@@ -392,7 +401,8 @@ class Executor:
 
     def _end(self, in_flight: _InFlight) -> None:
         """Return the memory of a written batch or piece, and count it; after the last one, finish the files."""
-        unit, item = in_flight.unit, in_flight.item
+        unit = in_flight.unit
+        item = in_flight.item
         if in_flight.slot is not None:
             self._give_slot(in_flight)
         if in_flight.out is not None and self._outputs is not None:
@@ -422,7 +432,8 @@ class Executor:
 
     def _publish(self, unit: _UnitInWork) -> None:
         """Give a unit's files their final names and record the unit in the journal."""
-        planned, guard = unit.unit, self._source.guard
+        planned = unit.unit
+        guard = self._source.guard
         guard.check_unchanged(unit.sources)
         self._stages.check_cancelled()
         self._writer(unit).publish()

@@ -65,7 +65,8 @@ class HubPrefetch:
         self, source: Source | None, items: Iterable[OutputUnit | MoeLayer], policy: CachePolicy
     ) -> None:
         """items: in the order of the work. Nothing is downloaded without a source, or for a folder."""
-        self._source, self._keeps = source, policy.keeps
+        self._source = source
+        self._keeps = policy.keeps
         self._needed: dict[str, list[str]] = {}  # unfinished item → its shards that are not here
         self._sizes: Mapping[str, int] = {}
         if source is not None and source.listing is not None:

@@ -108,7 +108,6 @@ class Journal:
     def __init__(self, path: Path, wait_s: float = 0.0) -> None:
         """Open the journal, or create it. Raises OutputError if another process holds it for longer than `wait_s`."""
         self.path = path
-        self.has_lock, self._is_new = True, False
         with output_errors(path):
             self._descriptor = self._open(time.monotonic() + wait_s)
             try:
@@ -126,13 +125,12 @@ class Journal:
     def _open(self, latest: float) -> int:
         while True:
             try:
-                descriptor, self._is_new = (
-                    os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644),
-                    True,
-                )
+                descriptor = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
+                self._is_new = True
             except FileExistsError:
                 try:
-                    descriptor, self._is_new = _open_existing(self.path), False
+                    descriptor = _open_existing(self.path)
+                    self._is_new = False
                 except FileNotFoundError:
                     continue
             try:
@@ -148,17 +146,12 @@ class Journal:
     def _lock(self, descriptor: int, latest: float) -> None:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.has_lock = _try_to_lock(descriptor)
+                return
             except BlockingIOError:
                 if time.monotonic() >= latest:
                     raise busy(self.path, _last_process(self.path)) from None
                 time.sleep(_POLL_S)
-                continue
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                self.has_lock = False
-            return
 
     def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
         """Read the identity and the finished units; half a line of a killed run is cut off.
@@ -168,7 +161,7 @@ class Journal:
         """
         lines, torn = _split_lines(self.path.read_bytes())
         if len(lines) == 1 and b"\0" in lines[0]:
-            lines, torn = [], lines[0]
+            torn = lines.pop()
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
@@ -177,7 +170,7 @@ class Journal:
         if identity is None:
             raise OutputError(
                 "The journal of an unfinished conversion cannot be read.",
-                where=str(self.path),
+                where=self.path,
                 expected="the line of a conversion, as it was written",
                 found="other bytes",
                 remedy="Start anew in another folder with -o, or remove this one.",
@@ -211,7 +204,8 @@ class Journal:
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
-        self.identity, self.entries = None, []
+        self.identity = None
+        self.entries = []
 
     def remove(self) -> None:
         """Remove the journal of work that is finished, or was never begun."""
@@ -221,9 +215,8 @@ class Journal:
 
     def drop(self) -> None:
         """Release the lock, and leave no journal where there was none."""
-        if (
-            self._is_new and self.identity is None
-        ):  # another process may have locked the new file first
+        # another process may have locked the new file first
+        if self._is_new and self.identity is None:
             self.remove()
         self.close()
 
@@ -302,10 +295,6 @@ class FolderJournal(Journal):
         self._remove_ended()
         super().remove()
 
-    def moved_to(self, root: Path) -> None:
-        """Follow the folder to its new name."""
-        self.path = root / JOURNAL
-
 
 def part_journals(root: Path) -> list[Path]:
     """Return the journals of parts in an output folder."""
@@ -320,7 +309,7 @@ def _open_existing(path: Path) -> int:
     if found is not None:  # which may wait to be read, or do something when it is opened
         raise OutputError(
             "Something else has the name of a journal.",
-            where=str(path),
+            where=path,
             expected="a regular file",
             found=found,
             remedy="Remove it, or choose another place with -o.",
@@ -332,22 +321,30 @@ def _is_locked(path: Path) -> bool:
     """Return whether another process holds a journal."""
     descriptor = _open_existing(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _try_to_lock(descriptor)
     except BlockingIOError:
         return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
     finally:
         os.close(descriptor)
     return False
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    """Lock a file; False on a file system without locks. Raises BlockingIOError where another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def busy(path: Path, found: str) -> OutputError:
     """Return the error for work that another process does: `found` names it."""
     return OutputError(
         "Another process is at work on this output.",
-        where=str(path.parent if path.name == JOURNAL else path),
+        where=path.parent if path.name == JOURNAL else path,
         expected="one process at a time",
         found=found,
         remedy="Wait until it is done, or choose another place with -o.",

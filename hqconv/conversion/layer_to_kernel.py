@@ -69,7 +69,8 @@ def layer_to_kernel(
         )
     device = next(iter(weights.values())).device
     planned, schema = _plan(weights, dict(model_config), options, device)
-    grid, layer = planned.grid, planned.layer
+    grid = planned.grid
+    layer = planned.layer
     if not (tp_rank in range(grid.tp) and ep_rank in range(grid.ep)):
         raise RequestError(
             "There is no such rank.",
@@ -114,15 +115,16 @@ def _check_tensors(weights: Mapping[str, torch.Tensor]) -> None:
             )
     devices = {str(tensor.device) for tensor in weights.values()}
     if len(devices) != 1:
-        what, found = "All tensors must be on one device.", ", ".join(devices)
-        raise RequestError(what, where="weights", found=found)
+        found = ", ".join(devices)
+        raise RequestError("All tensors must be on one device.", where="weights", found=found)
 
 
 def _as_checkpoint(
     weights: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Name w13 [E, 2I, H] and w2 [E, H, I] as a checkpoint of gated experts does, with a config of their sizes."""
-    w13, w2 = weights["w13"].shape, weights["w2"].shape
+    w13 = weights["w13"].shape
+    w2 = weights["w2"].shape
     if len(w2) != 3 or w13 != (w2[0], 2 * w2[2], w2[1]):
         raise RequestError(
             "The shapes are not of experts' matrices.",
@@ -152,9 +154,14 @@ def _plan(
     refs = {}
     for number, (name, tensor) in enumerate(weights.items()):
         if not is_stored(tensor.dtype):
-            what, expected = "A tensor has a dtype that no checkpoint holds.", "bfloat16, float16 …"
-            raise RequestError(what, where=name, expected=expected, found=tensor.dtype)
-        code, shape = code_of_torch(tensor.dtype), tuple(tensor.shape)
+            raise RequestError(
+                "A tensor has a dtype that no checkpoint holds.",
+                where=name,
+                expected="bfloat16, float16 …",
+                found=tensor.dtype,
+            )
+        code = code_of_torch(tensor.dtype)
+        shape = tuple(tensor.shape)
         refs[name] = TensorRef(name, code, shape, number, 0, tensor.nbytes)
     experts = map_experts(refs, config, config.get("quantization_config"))
     needs_more = options.calibrate is not None or options.overrides or options.inputs.is_static
@@ -167,8 +174,12 @@ def _plan(
     if target is None and device.type == "cuda":
         target = "sm{}{}".format(*torch.cuda.get_device_capability(device))
     if target is None:
-        what, found = "The target GPU must be named.", "tensors on the CPU"
-        raise RequestError(what, where="target", expected="h100, sm90 …", found=found)
+        raise RequestError(
+            "The target GPU must be named.",
+            where="target",
+            expected="h100, sm90 …",
+            found="tensors on the CPU",
+        )
     gpu = parse_target(target, options.cuda)
     spec = make_spec(options.with_schema(experts, config, gpu), experts, config, gpu)
     check_request(experts, spec)

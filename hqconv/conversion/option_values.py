@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hqconv.errors import OutputError, RequestError, plural
-from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
 from hqconv.schemas.gpu_target import GpuTarget, parse_target
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import RunOptions
@@ -60,8 +60,12 @@ def choose_device(text: str, number: int = 0) -> str:
     text = str(text)  # a torch.device too
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
     if match is None:
-        what, expected = "There is no such device.", "auto, cuda, cuda:N or cpu"
-        raise RequestError(what, where="--device", expected=expected, found=text)
+        raise RequestError(
+            "There is no such device.",
+            where="--device",
+            expected="auto, cuda, cuda:N or cpu",
+            found=text,
+        )
     num_devices = 0 if text == "cpu" else _num_gpus()
     if text == "cpu" or (text == "auto" and not num_devices):
         return "cpu"
@@ -122,8 +126,9 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
 
     Without any of them it is sm90, and a warning is logged. The checkpoint layout does not depend on the target.
     """
-    target, cuda = options.target, options.cuda
-    if target is None and options.layout == artifact_names.CHECKPOINT:
+    target = options.target
+    cuda = options.cuda
+    if target is None and options.layout == CHECKPOINT:
         return parse_target(USUAL_TARGET)  # only to ask Humming whether a schema runs at all
     if target is None and options.schema is None and (own := own_target(source)) is not None:
         if cuda is None:
@@ -149,15 +154,17 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
     """
     if out is not None:
         return Path(out)
-    spec, grid = planned.spec, planned.spec.grid
-    inputs, is_kernel = spec.inputs.name, spec.layout == artifact_names.KERNEL
+    spec = planned.spec
+    grid = planned.spec.grid
+    inputs = spec.inputs.name
+    is_kernel = spec.layout == KERNEL
     name = f"{planned.source.name}-{SOURCE if spec.must_be_direct else spec.schema.name}"
     details = {
         planned.overridden_by: planned.overridden_by != "",
         f"tp{grid.tp}": grid.tp > 1,
         grid.split: grid.split != EVEN,
         f"ep{grid.ep}": grid.ep > 1,
-        artifact_names.CHECKPOINT: not is_kernel,
+        CHECKPOINT: not is_kernel,
         **dict.fromkeys(spec.encoding.name_parts(), True),
         f"act-{inputs}": inputs != "a16",
         f"dense-{'-'.join(schema.name for schema in spec.dense.used)}": bool(spec.dense),
@@ -180,12 +187,19 @@ def check_places(source_folder: Path, out: Path) -> Path:
         target = out.resolve()
         side_folder(target).exists()
     except (OSError, RuntimeError, ValueError) as error:
-        what, remedy = "The output folder cannot have this path.", "Choose another with -o."
-        raise OutputError(what, where=str(out), found=str(error), remedy=remedy) from error
+        raise OutputError(
+            "The output folder cannot have this path.",
+            where=out,
+            found=error,
+            remedy="Choose another with -o.",
+        ) from error
     if target.is_relative_to(source) or source.is_relative_to(target):
-        what = "The output would lie in the source, or the source in it."
-        expected, remedy = f"a folder outside of {source_folder}", "Choose another with -o."
-        raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
+        raise OutputError(
+            "The output would lie in the source, or the source in it.",
+            where=out,
+            expected=f"a folder outside of {source_folder}",
+            remedy="Choose another with -o.",
+        )
     return out
 
 

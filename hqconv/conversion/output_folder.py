@@ -56,7 +56,8 @@ from hqconv.schemas.artifact_names import (
 )
 
 _MAX_PARTS = 9999
-FINISHED, UNFINISHED = "a finished artifact", "an unfinished conversion"
+FINISHED = "a finished artifact"
+UNFINISHED = "an unfinished conversion"
 FOREIGN_FOLDER = "a folder that hqconv did not make, and that is not empty"
 _WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
 DifferenceOf = Callable[[Manifest], Difference | None]
@@ -88,9 +89,11 @@ class Part:
         match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text.strip(), re.ASCII)
         number, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= number <= count:
-            expected = f"I/N with I from 1 to N, at most {_MAX_PARTS}, such as 1/4"
             raise RequestError(
-                "There is no such part.", where="--part", expected=expected, found=text
+                "There is no such part.",
+                where="--part",
+                expected=f"I/N with I from 1 to N, at most {_MAX_PARTS}, such as 1/4",
+                found=text,
             )
         return cls(number, count)
 
@@ -112,10 +115,10 @@ class Part:
         total = sum(unit.num_bytes_read for unit in units)
         end = 0
         for unit in units:
-            begin, end = end, end + unit.num_bytes_read
-            number = 1 + (begin + end) * self.count // max(
-                1, 2 * total
-            )  # by the middle of the unit
+            begin = end
+            end = end + unit.num_bytes_read
+            # by the middle of the unit
+            number = 1 + (begin + end) * self.count // max(1, 2 * total)
             if min(number, self.count) == self.number:
                 yield unit
 
@@ -143,7 +146,9 @@ class OutputFolder:
         self.replaced_because = ""
         self._side = side_folder(self.out)
         self._identity = {**identity, "files": sorted(paths)}
-        self._paths, self._difference, self._is_current_unit = paths, difference, is_current
+        self._paths = paths
+        self._difference = difference
+        self._is_current_unit = is_current
         self._journal: FolderJournal | None = None
         self._part_journal: Journal | None = None
 
@@ -270,7 +275,8 @@ class OutputFolder:
             raise cannot_use(self.out, FOREIGN_FOLDER)
 
     def _work_in(self, root: Path, journal: FolderJournal) -> None:
-        self.root, self._journal = root, journal
+        self.root = root
+        self._journal = journal
         journal.begin(self._identity)
 
     def _take_up(self, journal: FolderJournal, *, resume: bool, overwrite: bool) -> None:
@@ -382,10 +388,8 @@ class OutputFolder:
             raise
         finally:
             journal.close()
-        names, paths = (
-            {unit.name for unit in units},
-            [file.path for unit in units for file in unit.files],
-        )
+        names = {unit.name for unit in units}
+        paths = [file.path for unit in units for file in unit.files]
         self._keep_finished(
             self.out, [entry for entry in journal.entries if entry.unit in names], paths
         )
@@ -394,9 +398,11 @@ class OutputFolder:
     def _begin_part(self, part: Part, journal: FolderJournal) -> None:
         """Begin a part's own journal while the folder's is locked."""
         if not journal.has_lock:
-            what = "Parts need a file system with locks (flock)."
-            remedy = "Convert without --part, or elsewhere with -o."
-            raise OutputError(what, where=str(self.out), remedy=remedy)
+            raise OutputError(
+                "Parts need a file system with locks (flock).",
+                where=self.out,
+                remedy="Convert without --part, or elsewhere with -o.",
+            )
         rival = next((other for other in journal.at_work if not part.may_work_beside(other)), None)
         if rival is not None:
             raise busy(journal.path, f"part {rival}, beside which there can be no part {part}")
@@ -424,7 +430,7 @@ class OutputFolder:
             journal.drop()
             raise OutputError(
                 "The output folder was replaced meanwhile.",
-                where=str(self.root),
+                where=self.root,
                 remedy="Run the same command again.",
             )
         journal.begin(self._identity)
@@ -449,15 +455,14 @@ class OutputFolder:
         if self.root != self.out:
             with output_errors(self.out):
                 if self.out.exists():
-                    check_strays(
-                        self.out, listed_files(self.out), self._paths
-                    )  # files that appeared meanwhile
+                    # files that appeared meanwhile
+                    check_strays(self.out, listed_files(self.out), self._paths)
                     exchange(self._side, self.out, parked_folder(self.out))
                 else:  # the old artifact was removed meanwhile
                     self._side.rename(self.out)
                     sync_above(self.out)
             self.root = self.out
-            self._journal.moved_to(self.out)
+            self._journal.path = self.out / JOURNAL
             self._try_to_discard()
         self._journal.remove()
 
@@ -466,9 +471,10 @@ class OutputFolder:
         for record in (record for entry in self.done.values() for record in entry.files):
             path = self.root / record.path
             if size_of(path) != record.size_bytes:
-                what = "A finished file was removed or cut meanwhile."
                 raise OutputError(
-                    what, where=str(path), remedy="Run the same command with --resume."
+                    "A finished file was removed or cut meanwhile.",
+                    where=path,
+                    remedy="Run the same command with --resume.",
                 )
 
     def _try_to_discard(self, journal: FolderJournal | None = None) -> None:
@@ -510,7 +516,8 @@ class UnitWriter:
 
     def __init__(self, root: Path, files: tuple[OutFile, ...]) -> None:
         """Create every file at its full size under a temporary name, and write its header."""
-        self._root, self._files = root, files
+        self._root = root
+        self._files = files
         self._paths = {file.path: partial(root / file.path) for file in files}
         self._descriptors = Descriptors(
             lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC)
@@ -528,9 +535,8 @@ class UnitWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
-                os.posix_fallocate(
-                    descriptor, 0, file.size_bytes
-                )  # a full disk fails before the work
+                # a full disk fails before the work
+                os.posix_fallocate(descriptor, 0, file.size_bytes)
                 write_fully(descriptor, file.header, 0)
             finally:
                 os.close(descriptor)
@@ -585,7 +591,7 @@ def check_finished(out: Path, difference: DifferenceOf) -> Manifest:
     if other is not None:
         raise OutputError(
             f"The output folder holds a finished artifact that differs from this request in: {_option(other.key)}.",
-            where=str(out),
+            where=out,
             expected=short_text(other.found),
             found=short_text(other.expected),
             remedy="Choose another folder with -o, or replace the artifact with --overwrite.",
@@ -609,7 +615,7 @@ def _refuse_another(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]
     for key, expected, found in differences(before, now):
         raise OutputError(
             f"The unfinished conversion differs from this one in: {_option(key)}.",
-            where=str(out),
+            where=out,
             expected=short_text(expected),
             found=short_text(found),
             remedy="Repeat the first command with --resume, or start anew with --overwrite.",
@@ -648,7 +654,7 @@ def cannot_use(root: Path, found: str) -> OutputError:
     """Return the error for an output path that cannot be used."""
     return OutputError(
         "The output folder cannot be used.",
-        where=str(root),
+        where=root,
         expected="no such folder, an empty one, or with --resume an unfinished conversion",
         found=found,
         remedy=_REMEDIES.get(found, "Choose another with -o."),
@@ -677,7 +683,7 @@ def listed_files(root: Path) -> set[str]:
     except HqconvError as error:
         raise OutputError(
             "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
-            where=str(root / MANIFEST),
+            where=root / MANIFEST,
             found=error.what,
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
@@ -713,7 +719,7 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
     if strays:
         raise OutputError(
             "The output folder holds files that hqconv did not make.",
-            where=str(root),
+            where=root,
             expected="nothing but the files that its manifest lists",
             found=first_few(strays),
             remedy="Move the files elsewhere, or choose another folder with -o.",
@@ -725,7 +731,7 @@ def check_replaceable(out: Path) -> None:
     if out.is_mount():
         raise OutputError(
             "A mount point cannot be replaced.",
-            where=str(out),
+            where=out,
             remedy="Convert to a folder inside it, or empty it yourself.",
         )
 

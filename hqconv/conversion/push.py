@@ -55,7 +55,7 @@ def push(
     if manifest_sha256 not in (None, manifest.sha256):
         raise OutputError(
             "The artifact was replaced before it was published.",
-            where=str(root),
+            where=root,
             expected=f"manifest sha256 {manifest_sha256}",
             found=manifest.sha256,
             remedy="Nothing was published. Run the same command again, when no other process writes to the folder.",

@@ -29,8 +29,10 @@ _MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformer
 
 # Bytes of a lane, whose heap keeps up to 1.6 times what is live: at any time, and for a weight of a matrix (two of an
 # expert are widened, quantized and measured, three are packed, sliced and padded). Then those of a calibration.
-_CPU_FIXED, _CPU_PER_WEIGHT = 6 << 20, 32
-_GPU_FIXED, _GPU_PER_WEIGHT = 112 << 20, 72
+_CPU_FIXED = 6 << 20
+_CPU_PER_WEIGHT = 32
+_GPU_FIXED = 112 << 20
+_GPU_PER_WEIGHT = 72
 _PER_ROTATED_WEIGHT = 36
 _PER_CALIBRATED_WEIGHT = 200  # gate and up are rounded as one matrix
 _PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
@@ -40,8 +42,10 @@ _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which e
 
 # Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
 # weight and column (two busy cores, 100M weights, 2026-11-27; one H200 with 65,536 tokens, docs/examples/models.md).
-_CPU_BYTE_S, _GPU_BYTE_S = 1.6e-9, 1.3e-10
-_CPU_CALIBRATED_S, _GPU_CALIBRATED_S = 4.2e-9, 3.2e-12
+_CPU_BYTE_S = 1.6e-9
+_GPU_BYTE_S = 1.3e-10
+_CPU_CALIBRATED_S = 4.2e-9
+_GPU_CALIBRATED_S = 3.2e-12
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,11 @@ class Resources:
 
     def estimate_s(self, layers: Iterable[MoeLayerPlan], *, on_gpu: bool | None = None) -> float:
         """Return roughly how long a conversion takes, in seconds, without downloads. on_gpu: None for this device."""
-        is_cuda, total = self.is_cuda if on_gpu is None else on_gpu, 0.0
+        is_cuda = self.is_cuda if on_gpu is None else on_gpu
+        total = 0.0
         for planned in layers:
-            layer, encoding = planned.layer, planned.encoding
+            layer = planned.layer
+            encoding = planned.encoding
             byte_s = _GPU_BYTE_S if is_cuda else _CPU_BYTE_S / self.num_threads
             total += layer.num_bytes * byte_s
             if encoding.quantizer != GPTQ or encoding.is_direct:
@@ -267,7 +273,8 @@ def pinned_need(planned: MoeLayerPlan) -> Need:
 
 
 def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
-    hidden, inner = planned.layer.hidden_size, planned.layer.intermediate_size
+    hidden = planned.layer.hidden_size
+    inner = planned.layer.intermediate_size
     if not planned.layer.is_linear:
         hidden, inner = planned.encoding.shapes["w2"]
     if any(schema.rotation for schema in planned.encoding.schema.each):
@@ -312,7 +319,8 @@ def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
         return
     import torch
 
-    device, bound = resources.device, resources.gpu_bytes()
+    device = resources.device
+    bound = resources.gpu_bytes()
     before = torch.cuda.get_per_process_memory_fraction(device)
     allowed = torch.cuda.memory_reserved(device) + bound
     share = allowed / torch.cuda.mem_get_info(device)[1]
@@ -336,11 +344,10 @@ def explained_gpu_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        found = f"{torch.cuda.mem_get_info(device)[0] / 2**20:.0f} MiB free"
         raise RequestError(
             "The GPU's memory is not enough.",
-            where=str(device),
+            where=device,
             expected=expected,
-            found=found,
+            found=f"{torch.cuda.mem_get_info(device)[0] / 2**20:.0f} MiB free",
             remedy=remedy,
         ) from error

@@ -218,9 +218,12 @@ class Meter:
         listener: Callable[[Progress], None] | None,
         layers: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._total_bytes, self._num_units, self._listener = total_bytes, num_units, listener
+        self._total_bytes = total_bytes
+        self._num_units = num_units
+        self._listener = listener
         self._done_bytes = self._num_done = self._resumed_bytes = self._layer_bytes = 0
-        self._layers, self._begun_s = dict(layers), time.monotonic()
+        self._layers = dict(layers)
+        self._begun_s = time.monotonic()
         self._lock = threading.Lock()
 
     def announce(self, step: str) -> None:

@@ -92,7 +92,8 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
         scales = scale_NG[min(n, scale_NG.shape[0] - 1)]
         zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
         for g in range(num_groups):
-            scale, zero = scales[g], zeros[min(g, zeros.size - 1)]
+            scale = scales[g]
+            zero = zeros[min(g, zeros.size - 1)]
             for k in range(g * group_size, min((g + 1) * group_size, num_columns)):
                 out[k] = (out[k] - zero) * scale * scale_2
 
@@ -143,7 +144,8 @@ _TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
 
 # numba's arithmetic on 32-bit integers gives 64 bits, and an index that may be negative is wrapped: both keep LLVM from
 # using vectors. Hence `u32` around every operation, and unsigned indices.
-u32, u64 = np.uint32, np.uint64
+u32 = np.uint32
+u64 = np.uint64
 
 
 @intrinsic
@@ -193,7 +195,8 @@ def group_range(row, start, length):
 
     Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
     """
-    largest, smallest = np.int32(_TINY_BITS), u32(_TINY_BITS | SIGN)
+    largest = np.int32(_TINY_BITS)
+    smallest = u32(_TINY_BITS | SIGN)
     for k in range(length):
         bits = source_bits(row[start + k])
         largest = max(largest, np.int32(bits))
@@ -222,11 +225,15 @@ def fold_squares(weights, decoded, errors, powers):
     """
     q = u64(weights.size // 4)
     for k in range(q):
-        w0, w1 = np.float64(weights[k]), np.float64(weights[k + q])
-        w2, w3 = np.float64(weights[k + u64(2) * q]), np.float64(weights[k + u64(3) * q])
+        w0 = np.float64(weights[k])
+        w1 = np.float64(weights[k + q])
+        w2 = np.float64(weights[k + u64(2) * q])
+        w3 = np.float64(weights[k + u64(3) * q])
         powers[k] = _second_fold(w0, w1, w2, w3)
-        w0, w1 = w0 - np.float64(decoded[k]), w1 - np.float64(decoded[k + q])
-        w2, w3 = w2 - np.float64(decoded[k + u64(2) * q]), w3 - np.float64(decoded[k + u64(3) * q])
+        w0 = w0 - np.float64(decoded[k])
+        w1 = w1 - np.float64(decoded[k + q])
+        w2 = w2 - np.float64(decoded[k + u64(2) * q])
+        w3 = w3 - np.float64(decoded[k + u64(3) * q])
         errors[k] = _second_fold(w0, w1, w2, w3)
     return fold_sum(errors), fold_sum(powers)
 
@@ -243,7 +250,8 @@ def count_exact(weights, decoded, num_groups):
     group_size = u64(weights.size // num_groups)
     num_exact = 0
     for g in range(num_groups):
-        num_wrong, start = 0, u64(g) * group_size
+        num_wrong = 0
+        start = u64(g) * group_size
         for k in range(group_size):
             num_wrong += weights[start + k] != decoded[start + k]
         num_exact += num_wrong == 0

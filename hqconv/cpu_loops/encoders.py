@@ -32,7 +32,7 @@ _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers
 
 
 @functools.cache
-def rounder(code, wraps=False):
+def rounder(code, wraps):
     """Return the compiled function that rounds to a `CodeType`: nearest(x, limit_bits) → (code, its number).
 
     x: a weight over its scale, less the lowest value if codes have a zero point. limit_bits: bits of the largest
@@ -70,22 +70,20 @@ def _float_rounder(code):
     their bits. Adding `threshold` rounds to the same float32 subnormal grid without the slow subnormals.
     """
     exponent_shift = 128 - (1 << (code.exponent_bits - 1))
-    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
+    bias = np.uint32(exponent_shift << 23)
+    threshold_bits = np.uint32((exponent_shift + 1) << 23)
     threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = (
-        np.uint32(23 - code.mantissa_bits),
-        np.uint32((1 << (22 - code.mantissa_bits)) - 1),
-    )
-    mask, first_normal = (
-        np.uint32((1 << (code.num_bits - 1)) - 1),
-        np.uint32(1 << code.mantissa_bits),
-    )
+    drop = np.uint32(23 - code.mantissa_bits)
+    below_half = np.uint32((1 << (22 - code.mantissa_bits)) - 1)
+    mask = np.uint32((1 << (code.num_bits - 1)) - 1)
+    first_normal = np.uint32(1 << code.mantissa_bits)
     sign_shift = np.uint32(32 - code.num_bits)
 
     @compiled
     def nearest(x, limit_bits):
         bits = bits_of(np.float32(x))
-        sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
+        sign = u32(bits & SIGN)
+        magnitude = min(u32(bits & MAGNITUDE), limit_bits)
         subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
         scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
         rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
@@ -129,18 +127,25 @@ def encoder(code):
     `limit` > 0. `error_N` and `power_N` get each row's float64 sums of (w - decoded)**2 and w**2, and `exact_N`, unless
     it is empty, the number of groups without any error.
     """
-    encode_group, group_at, num_bits = _group_encoder(code), _group_reader(code), code.num_bits
+    encode_group = _group_encoder(code)
+    group_at = _group_reader(code)
+    num_bits = code.num_bits
 
     @compiled
     def encode(source_NK, limit, groups, packed_NB, error_N, power_N, exact_N):
-        num_columns, num_groups = source_NK.shape[1], groups.scale.shape[1]
+        num_columns = source_NK.shape[1]
+        num_groups = groups.scale.shape[1]
         # Two arrays, which LLVM knows not to overlap: parts of one are half as fast.
-        weights, decoded = np.empty(num_columns, np.float32), np.empty(num_columns, np.float32)
-        codes, sums = np.empty(num_columns, np.uint8), np.empty((2, num_columns // 4), np.float64)
-        size, limit_bits = u64(num_columns // num_groups), limit_bits_of(limit)
+        weights = np.empty(num_columns, np.float32)
+        decoded = np.empty(num_columns, np.float32)
+        codes = np.empty(num_columns, np.uint8)
+        sums = np.empty((2, num_columns // 4), np.float64)
+        size = u64(num_columns // num_groups)
+        limit_bits = limit_bits_of(limit)
         for n in range(source_NK.shape[0]):
             for g in range(num_groups):
-                start, group = u64(g) * size, group_at(groups, n, g)
+                start = u64(g) * size
+                group = group_at(groups, n, g)
                 encode_group(source_NK[n], start, size, limit_bits, group, weights, codes, decoded)
             pack_row(codes, num_bits, packed_NB[n])
             error_N[n], power_N[n] = fold_squares(weights, decoded, sums[0], sums[1])
@@ -156,7 +161,9 @@ def _group_reader(code):
 
     @compiled
     def group_at(groups, n, g):
-        inverse, scale, scale_2 = groups.inverse[n, g], groups.scale[n, g], groups.scale_2[n]
+        inverse = groups.inverse[n, g]
+        scale = groups.scale[n, g]
+        scale_2 = groups.scale_2[n]
         if has_zero:
             return inverse, groups.lowest[n, g], scale, groups.zero[n, g], scale_2
         return inverse, 0.0, scale, np.float32(0), scale_2
@@ -166,7 +173,8 @@ def _group_reader(code):
 
 def _group_rounder(code, wraps=False):
     """Build the function (weight, limit_bits, group) → (code, its number less the zero point)."""
-    nearest, has_zero = rounder(code, wraps), code.kind == CodeKind.ASYM_INT
+    nearest = rounder(code, wraps)
+    has_zero = code.kind == CodeKind.ASYM_INT
 
     @inlined
     def round_weight(weight, limit_bits, group):
@@ -212,15 +220,20 @@ def column_rounder(code):
 
     @compiled
     def round_columns(target, expert, factor, groups, limit_bits, loss, best, number, value):
-        num_columns, last_group = target.shape[1], groups.scale.shape[2] - 1
-        numbers, values = np.empty(num_columns, np.float32), np.empty(num_columns, np.float32)
+        num_columns = target.shape[1]
+        last_group = groups.scale.shape[2] - 1
+        numbers = np.empty(num_columns, np.float32)
+        values = np.empty(num_columns, np.float32)
         for n in range(target.shape[0]):
-            m, loss[n] = factor[expert[n]], np.float32(np.inf)
+            m = factor[expert[n]]
+            loss[n] = np.float32(np.inf)
             for c in range(groups.scale.shape[0]):
-                lost, carried = np.float32(0), np.zeros(num_columns, np.float32)
+                lost = np.float32(0)
+                carried = np.zeros(num_columns, np.float32)
                 for j in range(num_columns):
                     g = min(j, last_group)
-                    scale, zero = groups.scale[c, n, g], groups.zero[c, n, g]
+                    scale = groups.scale[c, n, g]
+                    zero = groups.zero[c, n, g]
                     group = groups.inverse[c, n, g], groups.lowest[c, n, g], scale, zero, scale
                     wanted = target[n, j] + carried[j] / m[j, j]
                     _, code_number = round_weight(wanted, limit_bits, group)
@@ -234,8 +247,10 @@ def column_rounder(code):
                     for i in range(j + 1, num_columns):
                         carried[i] += difference * m[j, i]
                 if lost < loss[n]:
-                    loss[n], best[n] = lost, c
-                    number[n], value[n] = numbers, values
+                    loss[n] = lost
+                    best[n] = c
+                    number[n] = numbers
+                    value[n] = values
 
     return round_columns
 
@@ -335,7 +350,8 @@ def _score(code, error_of):
 
     @compiled
     def score(source_NK, limit, groups, error_NG):
-        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
+        size = u64(source_NK.shape[1] // error_NG.shape[1])
+        limit_bits = limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
             for g in range(error_NG.shape[1]):
@@ -346,11 +362,13 @@ def _score(code, error_of):
 
 
 def _fit(code):
-    write_numbers, group_at = _number_writer(code), _group_reader(code)
+    write_numbers = _number_writer(code)
+    group_at = _group_reader(code)
 
     @compiled
     def fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG):
-        size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
+        size = u64(source_NK.shape[1] // products_NG.shape[1])
+        limit_bits = limit_bits_of(limit)
         numbers = np.empty(size, np.float32)
         products, squares, powers = np.empty((3, size))
         for n in range(products_NG.shape[0]):
@@ -364,30 +382,37 @@ def _fit(code):
                     products[k] = weight * value
                     squares[k] = value * value
                     powers[k] = weight * weight
-                products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
+                products_NG[n, g] = fold_sum(products)
+                squares_NG[n, g] = fold_sum(squares)
                 powers_NG[n, g] = fold_sum(powers)
 
     return fit
 
 
 def _sweep(code, error_of):
-    upwards, downwards = _upwards(error_of), _downwards(code, error_of)
+    upwards = _upwards(error_of)
+    downwards = _downwards(code, error_of)
 
     @compiled
     def sweep(source_NK, limit, steps, ladder, error_NG, step_NG):
-        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
+        size = u64(source_NK.shape[1] // error_NG.shape[1])
+        limit_bits = limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
             row = source_NK[n]
             for g in range(error_NG.shape[1]):
-                start, least, best = u64(g) * size, error_NG[n, g], 0
-                scale, byte = steps.scale[n, g], np.int64(steps.byte[n, g])
+                start = u64(g) * size
+                least = error_NG[n, g]
+                best = 0
+                scale = steps.scale[n, g]
+                byte = np.int64(steps.byte[n, g])
                 given = (scale, byte, steps.scale_2[n], steps.floor[n])
                 if np.isfinite(scale):
                     best, least = upwards(row, start, limit_bits, scratch, ladder, given, least)
                     below, least = downwards(row, start, limit_bits, scratch, ladder, given, least)
                     best = below if below != 0 else best
-                error_NG[n, g], step_NG[n, g] = least, best
+                error_NG[n, g] = least
+                step_NG[n, g] = best
 
     return sweep
 
@@ -398,7 +423,8 @@ def _upwards(error_of):
         """Return the step of the least error among larger scales, 0 for none, and that error."""
         _stored, byte, scale_2, _floor = given
         highest, lowest = group_range(row, start, u64(scratch[1].size))
-        end, best = np.float32(max(highest, np.float32(-lowest)) * ladder.limit), 0
+        end = np.float32(max(highest, np.float32(-lowest)) * ladder.limit)
+        best = 0
         has_bytes = ladder.values.size > 0
         for step in range(ladder.first, (ladder.top if has_bytes else ladder.up.size + 1) + 1):
             scale = _scale_at(step, ladder, given)
@@ -408,7 +434,8 @@ def _upwards(error_of):
             if scale != 0:
                 error = error_of(row, start, limit_bits, _symmetric(scale, scale_2), scratch)
                 if error < least:
-                    least, best = error, step
+                    least = error
+                    best = step
         return best, least
 
     return upwards
@@ -435,7 +462,8 @@ def _downwards(code, error_of):
     @compiled
     def downwards(row, start, limit_bits, scratch, ladder, given, least):
         """Return the step of the least error among smaller scales, 0 for none, and that error."""
-        scale_2, best = given[2], 0
+        scale_2 = given[2]
+        best = 0
         for step in range(1, (ladder.top if ladder.values.size > 0 else ladder.down.size) + 1):
             scale = _scale_at(-step, ladder, given)
             if scale == 0:
@@ -445,7 +473,8 @@ def _downwards(code, error_of):
                 break
             error = error_of(row, start, limit_bits, group, scratch)
             if error < least:
-                least, best = error, -step
+                least = error
+                best = -step
         return best, least
 
     return downwards
@@ -477,7 +506,9 @@ def _scale_at(step, ladder, given):
 @compiled
 def _stored_float(scale, rounding):
     """Round to the dtype of stored scales, ties to even; 0 where the result is subnormal or infinite there."""
-    stored, least, most = scale, np.float32(2.0**-126), np.float32(3.4e38)
+    stored = scale
+    least = np.float32(2.0**-126)
+    most = np.float32(3.4e38)
     if rounding != TO_FLOAT32:
         drop = u32(16) if rounding == TO_BFLOAT16 else u32(13)
         bits = bits_of(scale)
@@ -485,5 +516,6 @@ def _stored_float(scale, rounding):
         rounded = u32(u32(bits + u32(u32(u32(1) << u32(drop - u32(1))) - u32(1))) + odd)
         stored = float_of(u32(u32(rounded >> drop) << drop))
     if rounding == TO_FLOAT16:
-        least, most = np.float32(2.0**-14), np.float32(65504)
+        least = np.float32(2.0**-14)
+        most = np.float32(65504)
     return stored if abs(stored) >= least and abs(stored) <= most else np.float32(0)

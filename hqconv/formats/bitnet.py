@@ -53,7 +53,8 @@ class BitNet(Encoding):
     b_dtype = "float2e0m1"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        n, k = matrix.n, matrix.k
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(16, 4)
         return [
             StoredTensor("weight", ("weight",), ("U8",), ((n // 4, k),)),

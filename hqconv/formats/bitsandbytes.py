@@ -59,8 +59,7 @@ class BitsAndBytes4Bit(Encoding):
     part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        n, k = matrix.n, matrix.k
-        size = math.ceil(n * k / 2)
+        size = math.ceil(matrix.n * matrix.k / 2)
         is_nested = any(name in matrix.headers for name in _NESTED)
         stored = [
             StoredTensor("weight", ("weight",), ("U8",), ((size, 1), (1, size), (size,))),
@@ -127,7 +126,8 @@ def _read_state(matrix: StoredMatrix) -> dict[str, Any]:
     keys = {"quant_type", "blocksize", "dtype", "shape"}
     if "nested_absmax" in matrix:
         keys |= {"nested_blocksize", "nested_dtype", "nested_offset"}
-    what, expected = "The quantization state cannot be read.", f"a JSON object of {sorted(keys)}"
+    what = "The quantization state cannot be read."
+    expected = f"a JSON object of {sorted(keys)}"
     try:
         state = json.loads(data)
     except ValueError as error:
@@ -152,13 +152,15 @@ def _check_state(matrix: StoredMatrix, state: dict[str, Any]) -> None:
 
 def _usable(matrix: StoredMatrix, state: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
     if state[key] not in allowed:
-        what = f"The quantization state's {key} is not usable."
-        matrix.refuse("quant_state", what, allowed, state[key])
+        matrix.refuse(
+            "quant_state", f"The quantization state's {key} is not usable.", allowed, state[key]
+        )
     return state[key]
 
 
 def _check_count(matrix: StoredMatrix, part: str, num_blocks: int) -> None:
     found = matrix[part].numel()
     if found != num_blocks:
-        what = "There must be one scale for every block."
-        matrix.refuse(part, what, f"{num_blocks} values", found)
+        matrix.refuse(
+            part, "There must be one scale for every block.", f"{num_blocks} values", found
+        )

@@ -133,7 +133,8 @@ def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
     """
     if not group.has("weights"):
         return PLAIN
-    weights, storage = group.table("weights"), holder.text("format", (*_NOT_STORED, *_FORMATS))
+    weights = group.table("weights")
+    storage = holder.text("format", (*_NOT_STORED, *_FORMATS))
     if storage in _NOT_STORED:
         return PLAIN
     if weights.get("dynamic"):
@@ -206,7 +207,7 @@ def _float_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
 
 
 def _nvfp4(_weights: ConfigReader, storage: str) -> SourceFormat:
-    return nvfp4_format(_title(storage), 16)
+    return nvfp4_format(_title(storage))
 
 
 def _mx(_weights: ConfigReader, storage: str) -> SourceFormat:
@@ -246,10 +247,13 @@ class PackedInt(Encoding):
     part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         bits = integer_bits(fmt)
         matrix.require_multiples(math.lcm(8, 32 // math.gcd(bits, 32)))
-        dense, padded = _packed_width(k, bits, False), _packed_width(k, bits, True)
+        dense = _packed_width(k, bits, False)
+        padded = _packed_width(k, bits, True)
         weight = matrix.headers.get("weight_packed")
         is_padded = weight is not None and weight.shape != (n, dense)
         shapes = tuple((n, width) for width in sorted({dense, padded}))
@@ -273,7 +277,8 @@ class PackedInt(Encoding):
         """Keep dense words; pack padded ones anew."""
         from hqconv.quantization import bit_codec
 
-        (n, k), fmt = matrix.shape, matrix.fmt
+        n, k = matrix.shape
+        fmt = matrix.fmt
         bits = integer_bits(fmt)
         packed = matrix["weight"].contiguous()
         is_padded = packed.shape[1] != _packed_width(k, bits, False)
@@ -311,7 +316,9 @@ class Int8(Encoding):
     b_dtype = "uint8"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(4)
         scales = matrix.scale_shapes
         stored = [

@@ -62,14 +62,22 @@ class ConfigReader:
     def wrong(self, key: str, expected: object) -> InputError:
         """Return the error for an invalid value."""
         found = repr(self.values[key]) if key in self.values else "nothing"
-        what = "The quantization config has a value that makes no sense."
-        return InputError(what, where=self.where(key), expected=expected, found=found)
+        return InputError(
+            "The quantization config has a value that makes no sense.",
+            where=self.where(key),
+            expected=expected,
+            found=found,
+        )
 
     def unsupported(self, key: str, expected: object) -> RequestError:
         """Return the error for a valid value that is not supported."""
-        what = "The checkpoint is quantized in a way that is not supported."
         found = repr(self.values.get(key))
-        return RequestError(what, where=self.where(key), expected=expected, found=found)
+        return RequestError(
+            "The checkpoint is quantized in a way that is not supported.",
+            where=self.where(key),
+            expected=expected,
+            found=found,
+        )
 
     def integer(self, key: str, low: int, high: int = LARGEST, default: int | None = None) -> int:
         """Return a whole number in low … high; without a default the key must be there."""
@@ -159,7 +167,8 @@ class Keys:
         inside: Mapping[str, Keys] | None = None,
         entries: Mapping[str, Keys] | None = None,
     ) -> None:
-        self.inside, self.entries = inside or {}, entries or {}
+        self.inside = inside or {}
+        self.entries = entries or {}
         self.names = {*names.split(), *self.inside, *self.entries}
 
     def __or__(self, more: Keys) -> Keys:

@@ -173,7 +173,8 @@ class StoredMatrix:
 
     def multiplier(self, part: str) -> torch.Tensor:
         """Return a scale in float32, inverted if it divides; refuse one that is negative, or NaN or infinite then."""
-        stored, divides = self[part].float(), self.fmt.divides(part)
+        stored = self[part].float()
+        divides = self.fmt.divides(part)
         value = stored.reciprocal() if divides else stored
         is_bad = ~(value.isfinite() & (value >= 0))
         what = "A scale is not usable: its weights would be no numbers."
@@ -197,7 +198,8 @@ class StoredMatrix:
 
         from hqconv.quantization.coded_matrix import CodedMatrix, checked
 
-        fmt, grid = self.fmt, self.scale_grid(scale)
+        fmt = self.fmt
+        grid = self.scale_grid(scale)
         if scale_2 is not None and scale_2.numel() == 1 and grid.element_size() == 1:
             unit = torch.ones((), dtype=grid.dtype, device=grid.device).view(torch.uint8)
             data = torch.where(scale_2.reshape(()) == 0, unit, grid.view(torch.uint8))
@@ -229,7 +231,8 @@ class StoredMatrix:
         columns = self["g_idx"].long().contiguous()
         is_outside = (columns < 0) | (columns >= num_groups)
         if bool(is_outside.any()):  # never deferred: it protects the device
-            expected, found = f"groups from 0 to {num_groups - 1}", int(columns[is_outside][0])
+            expected = f"groups from 0 to {num_groups - 1}"
+            found = int(columns[is_outside][0])
             self.refuse("g_idx", "A column's group does not exist.", expected, found)
         group_size = self.fmt.group_k or len(columns)
         implied = torch.arange(len(columns), device=columns.device) // group_size
@@ -267,7 +270,8 @@ class Encoding(ABC):
 
     def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
         """Fill in code and scale dtypes. found: canonical part name -> header."""
-        scale, scale_dtype = found.get("scale"), fmt.scale_dtype
+        scale = found.get("scale")
+        scale_dtype = fmt.scale_dtype
         if scale is not None:
             stored = self.byte_scale_dtype if scale.dtype == "U8" else humming_name(scale.dtype)
             scale_dtype = stored or scale_dtype
@@ -375,7 +379,8 @@ def resolve_format(
         name = _raw_name(stored, headers, fmt)
         if name is not None:
             _check_header(stored, headers[name])
-            used[stored.canonical], found[stored.canonical] = name, headers[name]
+            used[stored.canonical] = name
+            found[stored.canonical] = headers[name]
     unused = {name: headers[name] for name in headers if name not in used.values()}
     for name, header in unused.items():
         if name not in UNUSED_PARTS:
@@ -407,10 +412,12 @@ def _check_kind(declared: SourceFormat, headers: Headers, remedy: Callable[[], s
         )
     if declared.is_float and quantized:
         what = "The config declares no quantization for this module, but its tensors are quantized."
-        names, expected = quantized, "one BF16, F16 or F32 weight"
+        names = quantized
+        expected = "one BF16, F16 or F32 weight"
     elif is_plain and not declared.is_float:
         what = "The config declares a quantized module, but its weight is not quantized."
-        names, expected = {"weight"}, declared.describe()
+        names = {"weight"}
+        expected = declared.describe()
     else:
         return
     wrong = [header for name, header in headers.items() if name in names]
@@ -448,9 +455,11 @@ def _raw_name(stored: StoredTensor, headers: Headers, fmt: SourceFormat) -> str 
 
 def _check_header(stored: StoredTensor, header: TensorSpec) -> None:
     if header.dtype not in stored.dtypes:
-        what, expected = "dtype", " or ".join(stored.dtypes)
+        what = "dtype"
+        expected = " or ".join(stored.dtypes)
     elif stored.shapes is not None and header.shape not in stored.shapes:
-        what, expected = "shape", " or ".join(str(list(shape)) for shape in stored.shapes)
+        what = "shape"
+        expected = " or ".join(str(list(shape)) for shape in stored.shapes)
     else:
         return
     raise InputError(

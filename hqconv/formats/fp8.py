@@ -83,7 +83,8 @@ def _dense(config: ConfigReader) -> SourceFormat:
     GPTQModel stores fp8_max / amax as weight_scale_inv, so its scale divides. Source: `quantize_fp8_weight` and
     `dequantize_weight` of gptqmodel, nn_modules/qlinear/fp8.py.
     """
-    rows, columns = ANY, ANY
+    rows = ANY
+    columns = ANY
     if config.has("weight_block_size"):
         rows, columns = config.pair("weight_block_size")
     dtype_key = config.first("fmt", "weight_dtype", "format")
@@ -120,7 +121,7 @@ def _routed_experts(config: ConfigReader, text: TextConfig) -> Iterator[ModuleRu
         config.text("moe_quant_algo", ("nvfp4",))
         is_quantized = _modelopt_modules(config)
         yield when(
-            lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16)
+            lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4")
         )
     # The model's config counts where the quantization config has no such key.
     keys = ("routed_experts_quant_method", "store_dtype", "expert_dtype")
@@ -167,7 +168,9 @@ class Fp8(Encoding):
     part_names = _SCALE_NAMES
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(4)
         dtypes = FLOATS if fmt.divides("scale") else (*FLOATS, *SCALE_DTYPES["float8e8m0"])
         scales = matrix.scale_shapes
@@ -202,8 +205,12 @@ class Fp8(Encoding):
         weight = found["weight"]
         b_dtype = humming_name(weight.dtype)
         if fmt.b_dtype not in ("", b_dtype):
-            what = "A tensor has the wrong dtype."
-            raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
+            raise InputError(
+                "A tensor has the wrong dtype.",
+                where=weight.name,
+                expected=fmt.b_dtype,
+                found=weight.dtype,
+            )
         fmt = super().complete(replace(fmt, b_dtype=b_dtype), found)
         return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
 
@@ -260,7 +267,9 @@ class Int4Pairs(Encoding):
     b_dtype = "uint4"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(fmt.group_k)
         return [
             StoredTensor("weight", ("weight",), ("I8", "U8"), ((n, k // 2),)),

@@ -175,12 +175,15 @@ class Gptq(Encoding):
     part_names = ("qzeros", "scales", "g_idx")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         bits = integer_bits(fmt)
         divisor = 32 // math.gcd(bits, 32)
         matrix.require_multiples(divisor, divisor)
         groups = matrix.num_groups
-        zeros, is_ordered = ((groups, n * bits // 32),), bool(fmt.option("desc_act", False))
+        zeros = ((groups, n * bits // 32),)
+        is_ordered = bool(fmt.option("desc_act", False))
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
             StoredTensor(
@@ -216,7 +219,8 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
     """Unpack uint8 zero points [G, N]; GPTQModel subtracts 1 from whole int32 words, so that a zero of 0 borrows."""
     from hqconv.quantization import bit_codec
 
-    bits, offset = integer_bits(fmt), int(fmt.option("zero_offset", 1))
+    bits = integer_bits(fmt)
+    offset = int(fmt.option("zero_offset", 1))
     if offset and 32 % bits == 0:
         ones = sum(1 << shift for shift in range(0, 32, bits))
         return bit_codec.unpack(stored + ones, bits)  # wraps
@@ -236,7 +240,9 @@ class Awq(Encoding):
     part_names = ("qzeros", "scales")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(8, 8)
         groups = matrix.num_groups
         zeros = ((groups, n // 8),)
@@ -370,4 +376,4 @@ def _float_format(config: ConfigReader, kind: str) -> SourceFormat:
     if not encoding:
         raise config.unsupported("bits", f"4 or 8, as {kind} says")
     name = f"auto-round {encoding}"
-    return nvfp4_format(name, 16) if encoding == "nvfp4" else mx_format(name, encoding)
+    return nvfp4_format(name) if encoding == "nvfp4" else mx_format(name, encoding)

@@ -105,7 +105,8 @@ def _exceptions(config: ConfigReader, default: ConfigReader) -> Iterator[ModuleR
     formats: dict[str, SourceFormat] = {}  # of the same overrides
     overriding: list[ModuleRule] = []
     for pattern, overrides in config.tables("dynamic"):
-        regex, where = pattern[2:], config.where("dynamic")
+        regex = pattern[2:]
+        where = config.where("dynamic")
         if pattern.startswith("-") and not overrides.has(*_NAMES["b_dtype"]):
             yield when(regex_matcher([regex], where))
         elif pattern.startswith(("+", "-")):  # vLLM skips a pattern without a sign
@@ -178,9 +179,11 @@ def _schema(config: ConfigReader) -> WeightSchema:
         )
     except RequestError as error:
         key = keys.get(error.where, error.where)
-        what = "The quantization config describes no format of Humming's."
         raise InputError(
-            what, where=config.where(key), expected=error.expected, found=error.found
+            "The quantization config describes no format of Humming's.",
+            where=config.where(key),
+            expected=error.expected,
+            found=error.found,
         ) from error
 
 
@@ -193,7 +196,9 @@ class Humming(Encoding):
     byte_scale_dtype = ""
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         bits = code_bits(fmt.b_dtype)
         matrix.require_multiples(32)
         dtypes = SCALE_DTYPES.get(fmt.scale_dtype, FLOATS)
@@ -221,7 +226,8 @@ class Humming(Encoding):
         if matrix.fmt.has_zero_point:
             zero_point = matrix["zero_point"].contiguous()
             if matrix.fmt.option("is_fp_zero_point"):
-                what, expected = "A zero point is NaN or infinite.", "finite zero points"
+                what = "A zero point is NaN or infinite."
+                expected = "finite zero points"
                 matrix.refuse_where(~zero_point.isfinite(), "zero_point", what, expected)
             else:
                 bits = code_bits(matrix.fmt.b_dtype)

@@ -78,7 +78,7 @@ def parse_modelopt(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
 
 # What algorithms store. What they do with activations at run time changes no weight. Source: `to_quantized_weight` and
 # `get_weight_scaling_factor` of modelopt.torch.export.quant_utils.
-_NVFP4 = nvfp4_format("modelopt nvfp4", 16)
+_NVFP4 = nvfp4_format("modelopt nvfp4")
 _MXFP4 = mx_format("modelopt mxfp4", "mxfp4")
 _FP8_BLOCKS = SourceFormat("modelopt fp8 blocks", "fp8", "float8e4m3", "")
 _FORMATS = {

@@ -150,9 +150,9 @@ class Mxfp8(_Microscaling):
 MXFP4 = mx_format("mxfp4", "mxfp4")
 
 
-def nvfp4_format(name: str, group_size: int) -> SourceFormat:
-    """Return NVIDIA's fp4 under a name: an e4m3 scale per group and one scale for the matrix."""
-    return SourceFormat(name, "nvfp4", "float4e2m1", "float8e4m3", 1, group_size, scale_2="tensor")
+def nvfp4_format(name: str) -> SourceFormat:
+    """Return NVIDIA's fp4 under a name: an e4m3 scale per 16 columns and one scale for the matrix."""
+    return SourceFormat(name, "nvfp4", "float4e2m1", "float8e4m3", 1, 16, scale_2="tensor")
 
 
 @register_encoding
@@ -170,7 +170,9 @@ class Nvfp4(Encoding):
     byte_scale_dtype = "float8e4m3"  # some writers store them as bytes
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
         matrix.require_multiples(fmt.group_k)
         return [
             StoredTensor("weight", self.weight_names, ("U8",), ((n, k // 2),)),
@@ -227,5 +229,5 @@ class Nvfp4Amax(Nvfp4):
 def undeclared_format(part_names: Collection[str]) -> SourceFormat:
     """Return the format of a stack of Inkling2Loop's experts, whose config declares none, by the names of its parts."""
     if "weight_amax" in part_names:
-        return replace(nvfp4_format("nvfp4 of amax", 16), encoding=Nvfp4Amax.name)
+        return replace(nvfp4_format("nvfp4 of amax"), encoding=Nvfp4Amax.name)
     return mx_format("mxfp8", "mxfp8") if "weight_scale" in part_names else PLAIN

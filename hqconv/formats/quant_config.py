@@ -108,7 +108,8 @@ def _split_lookahead(pattern: str) -> tuple[str, str]:
     start = pattern.removeprefix("^")
     if not start.startswith("(?!"):
         return "", pattern
-    depth, end = 0, 0
+    depth = 0
+    end = 0
     for token in re.finditer(r"\\.|[()|]", start):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if depth == 0 and token[0] == "|":
@@ -306,7 +307,8 @@ def _declared_formats(
     config: Mapping[str, Any], text: Mapping[str, Any], where: str
 ) -> DeclaredFormats:
     reader = ConfigReader(config, where)
-    name, known = _method_name(reader), methods()
+    name = _method_name(reader)
+    known = methods()
     if name == "hqconv":
         raise RequestError(
             "The checkpoint's experts are in the kernel layout.",

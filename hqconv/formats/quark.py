@@ -280,8 +280,11 @@ class Quark(Encoding):
     byte_scale_dtype = ""
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt, n, k = matrix.fmt, matrix.n, matrix.k
-        dtype, is_transposed = fmt.option("dtype"), fmt.option("is_transposed")
+        fmt = matrix.fmt
+        n = matrix.n
+        k = matrix.k
+        dtype = fmt.option("dtype")
+        is_transposed = fmt.option("is_transposed")
         bits = code_bits(fmt.b_dtype)
         matrix.require_multiples(32, 8 if is_transposed else 1)
         storage = (_STORAGE[dtype],)
@@ -298,8 +301,8 @@ class Quark(Encoding):
         if dtype in _INTEGERS:  # Quark stores the zeros of symmetric codes as well
             scale_shape = scales[0] if is_transposed else scales[-1]
             shapes = ONE if fmt.group_n == 0 else (_packed(dtype, bits, scale_shape),)
-            names, is_required = (name.replace("scale", "zero_point"),), fmt.has_zero_point
-            stored.append(StoredTensor("zero_point", names, storage, shapes, is_required))
+            names = (name.replace("scale", "zero_point"),)
+            stored.append(StoredTensor("zero_point", names, storage, shapes, fmt.has_zero_point))
         if fmt.scale_2 != "none":
             second = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
             stored.append(StoredTensor("scale_2", (second,), FLOATS, ONE))
@@ -397,7 +400,8 @@ def _decode_embedded(matrix: StoredMatrix) -> Decoded:
     bits = code_bits(matrix.fmt.b_dtype)
     blocks = matrix["weight"].reshape(matrix.shape[0], -1, 1 + bits * 4)
     exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
-    what, expected = "A scale is out of range.", "exponents from -127"
+    what = "A scale is out of range."
+    expected = "exponents from -127"
     matrix.refuse_where(exponent < 0, "weight", what, expected, values=exponent - 127)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     payload = blocks[..., 1:].contiguous()

@@ -14,12 +14,14 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
-PER_PROJECTION = (
-    "per_projection"  # of a layer whose projections have formats of their own: options, by role
-)
+# of a layer whose projections have formats of their own: options, by role
+PER_PROJECTION = "per_projection"
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.gguf.source` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
-QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a layer is converted
+# how a layer is converted
+QUANTIZED = "quantized"
+DIRECT = "direct"
+REQUANTIZED = "requantized"
 DIRECT_ROUNDED = "direct, scales rounded"  # codes kept, scales rounded to the parameter dtype
 ANY = -1  # a group size that the config leaves to the tensors' shapes
 
@@ -37,8 +39,6 @@ _HOLDS = {
 # parameter dtype on request (`--round-scales`), since --dtype may keep them.
 ROUNDED_ALWAYS: tuple[str, ...] = ("float32",)
 ROUNDED_IF_ASKED: tuple[str, ...] = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
-# Maximum relative change of a scale by rounding: half a unit in the last place.
-LARGEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
 
 
 def conversion_of(
-    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False
+    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool
 ) -> str:
     """Return the conversion of a GEMM: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
 

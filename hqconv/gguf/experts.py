@@ -151,7 +151,9 @@ class _ExpertMapper:
                     raise _not_understood(ref)
                 dropped[ref.name] = _NOT_NEEDED
                 continue
-            index, stack, suffix = int(match[1]), match[2], match[3]
+            index = int(match[1])
+            stack = match[2]
+            suffix = match[3]
             if suffix == "input_scale":
                 dropped[ref.name] = _ACTIVATION_SCALE
             elif suffix == "scale" and self._is_of_router(ref, index, stack):

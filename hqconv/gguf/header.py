@@ -22,12 +22,14 @@ from hqconv.schemas.untrusted_files import open_regular
 MAX_HEADER_BYTES = 256 << 20  # tokenizers of a million words fit many times over
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_ENTRIES = 1 << 10  # of an array: one per layer is returned, the words of a tokenizer are not
 _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_DIMS = 4  # GGML_MAX_DIMS
-_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
+_ALIGNMENT_KEY = "general.alignment"
+_DEFAULT_ALIGNMENT = 32
 _GIT_LFS = b"vers"  # first letters of a pointer that Git LFS leaves in place of a file
 _REMEDY = (
     "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
@@ -54,8 +56,13 @@ def library() -> Any:
 
 def wrong_shape(name: str, expected: str, found: tuple[int, ...]) -> InputError:
     """Return the error for a tensor whose size differs from the expected one."""
-    what = "A tensor of a GGUF file has the wrong shape."
-    return InputError(what, where=name, expected=expected, found=list(found), remedy=COPY_AGAIN)
+    return InputError(
+        "A tensor of a GGUF file has the wrong shape.",
+        where=name,
+        expected=expected,
+        found=list(found),
+        remedy=COPY_AGAIN,
+    )
 
 
 class Readable(Protocol):
@@ -63,7 +70,6 @@ class Readable(Protocol):
 
     def read(self, num_bytes: int, /) -> bytes:
         """Return the next bytes; fewer at the end of the file."""
-        ...
 
 
 class GgufHeader(NamedTuple):
@@ -159,7 +165,8 @@ class _HeaderReader:
 
     def __init__(self, where: str, file: Readable, file_bytes: int) -> None:
         self.raw = bytearray()
-        self._where, self._file = where, file
+        self._where = where
+        self._file = file
         self._end = min(file_bytes, MAX_HEADER_BYTES)
 
     def counts(self) -> tuple[int, int]:
@@ -203,8 +210,11 @@ class _HeaderReader:
                 raise self.fault("The header names a tensor twice.", "unique names", name)
             num_dims = self._number(4)
             if num_dims > _MAX_DIMS:
-                what = f"The tensor {name!r} has too many dimensions."
-                raise self.fault(what, f"at most {_MAX_DIMS}", num_dims)
+                raise self.fault(
+                    f"The tensor {name!r} has too many dimensions.",
+                    f"at most {_MAX_DIMS}",
+                    num_dims,
+                )
             sizes = [self._number(8) for _ in range(num_dims)]
             infos[name] = _TensorInfo(self._number(4), tuple(reversed(sizes)), self._number(8))
         return infos
@@ -218,7 +228,8 @@ class _HeaderReader:
             return self._take(self._number(8)).decode("utf-8", "replace")
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             raise self.fault("The header holds a value of an unknown type.", "types 0 to 12", kind)
-        entry_kind, count = self._number(4), self._number(8)
+        entry_kind = self._number(4)
+        count = self._number(8)
         if entry_kind in _CODES and count <= _MAX_ENTRIES:
             return self._scalars(f"{count}{_CODES[entry_kind]}")
         if entry_kind in _CODES:
@@ -249,14 +260,18 @@ class _HeaderReader:
         """Read the next bytes; none before their number is known to be plausible."""
         reached = len(self.raw) + num_bytes
         if reached > self._end:
-            what = "The file ends inside its header, or the header is not plausible."
             found = f"{self._end} bytes that may be header"
-            raise self.fault(what, f"{reached} bytes or more", found)
+            raise self.fault(
+                "The file ends inside its header, or the header is not plausible.",
+                f"{reached} bytes or more",
+                found,
+            )
         data = self._file.read(num_bytes)
         self.raw += data
         if len(data) != num_bytes:
-            what = "The file shrank while its header was read."
-            raise self.fault(what, f"{num_bytes} bytes", len(data))
+            raise self.fault(
+                "The file shrank while its header was read.", f"{num_bytes} bytes", len(data)
+            )
         return data
 
     def fault(

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-ReadInto = Callable[
-    [TensorRef, "WriteableBuffer", int], None
-]  # a stored tensor's bytes from byte `start` on
+# a stored tensor's bytes from byte `start` on
+ReadInto = Callable[[TensorRef, "WriteableBuffer", int], None]
 
 _GIVE_CONFIG = (
     "Put the original model's config.json into the folder with the GGUF files, and give the folder."
 )
 _DRAFT_KEY = "nextn_predict_layers"
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX = 1
+_SIGMOID = 2
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
 
 
@@ -48,7 +48,9 @@ class Metadata:
     def __init__(
         self, where: str, values: Mapping[str, Value], tensors: Mapping[str, TensorRef]
     ) -> None:
-        self.where, self._values, self.tensors = where, values, tensors
+        self.where = where
+        self._values = values
+        self.tensors = tensors
         self._read: set[str] = set()
         self.architecture = str(values.get("general.architecture", ""))
 
@@ -66,9 +68,13 @@ class Metadata:
         if isinstance(value, list):
             value = value[0] if len(set(value)) == 1 else None
         if value is None:
-            what = "The metadata of the GGUF file lacks a number of the model."
             found = self._values.get(full, "no such key")
-            raise self._refusal(what, full, "one value", found)
+            raise self._refusal(
+                "The metadata of the GGUF file lacks a number of the model.",
+                full,
+                "one value",
+                found,
+            )
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def has(self, key: str) -> bool:
@@ -79,8 +85,12 @@ class Metadata:
         """Check a value that the published model's code has, where the key is there. Raises RequestError."""
         found = self.get(key, expected)
         if found != expected:
-            what = "A value of the GGUF file is not the one that this architecture's model computes with."
-            raise self._refusal(what, f"{self.architecture}.{key}", expected, found)
+            raise self._refusal(
+                "A value of the GGUF file is not the one that this architecture's model computes with.",
+                f"{self.architecture}.{key}",
+                expected,
+                found,
+            )
 
     def token(self, word: str) -> int | None:
         """Return the id of a special token of the tokenizer."""
@@ -92,10 +102,12 @@ class Metadata:
         own_keys = {key for key in self._values if key.startswith(f"{self.architecture}.")}
         unread = sorted(own_keys - self._read)
         if unread:
-            what = (
-                "The metadata of the GGUF file has keys whose meaning for config.json is not known."
+            raise self._refusal(
+                "The metadata of the GGUF file has keys whose meaning for config.json is not known.",
+                first_few(unread),
+                "known keys",
+                self._values[unread[0]],
             )
-            raise self._refusal(what, first_few(unread), "known keys", self._values[unread[0]])
 
     def _refusal(self, what: str, key: str, expected: object, found: object) -> RequestError:
         return RequestError(
@@ -143,8 +155,8 @@ class DerivedTensor:
 
     ref: TensorRef
     stored: tuple[TensorRef, ...]
-    order: RowOrder = RowOrder.AS_STORED
-    num_heads: int = 1
+    order: RowOrder
+    num_heads: int
 
     def read(self, read_stored: ReadInto, view: memoryview, start: int) -> None:
         """Fill `view` with the tensor's bytes from byte `start` on: rows are decoded, a few at a time."""
@@ -181,14 +193,16 @@ class DerivedTensor:
                 floats = floats.T
             data = memoryview(_encode(floats, self.ref).tobytes())
             offset = rows.first * row_bytes
-            low, high = max(start, offset), min(end, offset + len(data))
+            low = max(start, offset)
+            high = min(end, offset + len(data))
             view[low - start : high - start] = data[low - offset : high - offset]
 
     def _rows(self) -> Iterator[_Rows]:
         """Yield the stored rows in the order of the published ones: heads, or as many as are decoded at a time."""
         if self.order is RowOrder.MLA:
             keys, values = self.stored
-            num_keys, num_values = keys.shape[1], values.shape[1]
+            num_keys = keys.shape[1]
+            num_values = values.shape[1]
             first = 0
             for head in range(self.num_heads):
                 begin = head * num_keys
@@ -453,7 +467,8 @@ def _mixtral(meta: Metadata) -> dict[str, Any]:
 def _deepseek(meta: Metadata) -> dict[str, Any]:
     has_bias = any(name.endswith("exp_probs_b.bias") for name in meta.tensors)
     gating = meta.get("expert_gating_func", None if has_bias else _SOFTMAX)
-    rope, rank = meta.get("rope.dimension_count"), meta.get("attention.kv_lora_rank")
+    rope = meta.get("rope.dimension_count")
+    rank = meta.get("attention.kv_lora_rank")
     is_split = meta.has("attention.key_length_mla")
     key = meta.get("attention.key_length_mla" if is_split else "attention.key_length")
     value = meta.get("attention.value_length_mla" if is_split else "attention.value_length")
@@ -829,7 +844,9 @@ class _TensorMapper:
     """found: the published tensors. dropped: name of a stored tensor → reason."""
 
     def __init__(self, meta: Metadata, config: Mapping[str, Any]) -> None:
-        self.row, self.meta, self.config = architecture_of(meta), meta, config
+        self.row = architecture_of(meta)
+        self.meta = meta
+        self.config = config
         self.whole_of = {half: whole for whole, pair in self.row.joined.items() for half in pair}
         is_half = "float16" in (config.get("torch_dtype"), config.get("dtype"))
         self.param_dtype = "F16" if is_half else "BF16"
@@ -878,9 +895,12 @@ class _TensorMapper:
 
     def _add(self, name: str, path: str, stored: TensorRef) -> None:
         """Add a published tensor that one stored tensor holds."""
-        shape, order, num_heads = stored.shape, RowOrder.AS_STORED, 1
+        shape = stored.shape
+        order = RowOrder.AS_STORED
+        num_heads = 1
         if self.row.is_permuted and path in _HEADS:
-            order, num_heads = RowOrder.ROPE, int(self.config[_HEADS[path]])
+            order = RowOrder.ROPE
+            num_heads = int(self.config[_HEADS[path]])
             size = (
                 self.config.get("head_dim")
                 or self.config["hidden_size"] // self.config["num_attention_heads"]
@@ -901,7 +921,8 @@ class _TensorMapper:
             if path not in halves:
                 raise self._missing(f"{prefix}{path}")
         first, second = (halves[path] for path in self.row.joined[whole])
-        a, b = first.shape, second.shape
+        a = first.shape
+        b = second.shape
         is_mla = len(a) == len(b) == 3 and a[:2] == (b[0], b[2])
         if not is_mla and (len(a) != 2 or a[1:] != b[1:]):
             raise wrong_shape(second.name, f"one that fits {first.name} {list(a)}", b)
@@ -975,9 +996,11 @@ class _TensorMapper:
         return f"{layer}{self._published(path)}{ending}" in self.found
 
     def _missing(self, name: str) -> InputError:
-        what = "The GGUF files lack a tensor of the model."
         return InputError(
-            what, where=f"{self.meta.where}: {name}", expected="present", remedy=COPY_AGAIN
+            "The GGUF files lack a tensor of the model.",
+            where=f"{self.meta.where}: {name}",
+            expected="present",
+            remedy=COPY_AGAIN,
         )
 
     def _not_understood(self, ref: TensorRef) -> InputError:

@@ -32,10 +32,8 @@ _HALVES = {  # module that llama.cpp splits → modules of a layer
 _PERMUTED = ("llama", "granitemoe")  # architectures whose rows of q and k llama.cpp puts into pairs
 _FLOAT32 = {"minimax-m2": "block_sparse_moe.gate.weight", "ernie4_5-moe": "mlp.gate.weight"}
 _CORRECTION = ".e_score_correction_bias"  # float32 in every architecture
-_ONE_ROW = (
-    "mlp.shared_expert_gate.weight",
-    "mlp.moe_statics.e_score_correction_bias",
-)  # some files have vectors
+# some files have vectors
+_ONE_ROW = ("mlp.shared_expert_gate.weight", "mlp.moe_statics.e_score_correction_bias")
 _TABLES = re.compile(r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight")
 _HALF_OF_KV = re.compile(r"(blk\.\d+)\.attn_[kv]_b\.weight")
 _EXPERTS = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
@@ -56,7 +54,9 @@ class GgufReference:
         tensors: by their names in GGUF files. read: fill a buffer with a stored tensor's bytes from byte `start` on.
         config: config.json, for the parameters' dtype.
         """
-        self._metadata, self._tensors, self._read = metadata, tensors, read
+        self._metadata = metadata
+        self._tensors = tensors
+        self._read = read
         self._architecture = str(metadata["general.architecture"])
         gguf = library()
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -151,13 +151,15 @@ class GgufReference:
                 yield head_rows[order]
         else:
             for ref in stored:
-                num_rows, step = _num_rows(ref), max(1, _CHUNK_NUMBERS // ref.shape[-1])
+                num_rows = _num_rows(ref)
+                step = max(1, _CHUNK_NUMBERS // ref.shape[-1])
                 for begin in range(0, num_rows, step):
                     yield self._decoded(ref, begin, min(begin + step, num_rows))
 
     def _decoded(self, ref: TensorRef, begin: int, end: int) -> Array:
         """Decode rows of a stored tensor to float32 [rows, columns]."""
-        gguf, row_bytes = library(), ref.num_bytes // _num_rows(ref)
+        gguf = library()
+        row_bytes = ref.num_bytes // _num_rows(ref)
         raw = np.empty((end - begin, row_bytes), np.uint8)
         self._read(ref, raw.data, begin * row_bytes)
         floats: Array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[ref.dtype])

@@ -92,17 +92,17 @@ class GgufSource(SafetensorsSource):
 
     def _add(self, name: str) -> GgufHeader:
         """Add a file and its tensors; return its header. Raises InputError for a tensor of two files."""
-        path, number = self.root / name, len(self.files)
+        path = self.root / name
+        number = len(self.files)
         if self._is_far(name):
-            size, mtime_ns = self._size(name), 0
+            size = self._size(name)
             assert self.listing is not None
             remote = _HubFile(self.listing, name, size)
             header = parse_header(f"{self.repo_id}/{name}", name, remote, size, number)
         else:
-            status = self.guard.look(name)
-            size, mtime_ns = status.st_size, 0 if self.repo_id else status.st_mtime_ns
+            size = self.guard.look(name).st_size
             header = read_header(path, number)
-        self.files += (SourceFile(name, size, header.sha256, mtime_ns),)
+        self.files += (SourceFile(name, size, header.sha256),)
         for tensor, ref in header.tensors.items():
             if tensor in self._stored:
                 raise InputError(
@@ -145,7 +145,8 @@ class GgufSource(SafetensorsSource):
         for role in roles:
             refs = layer.sources[expert][role]
             names = {content: f"{ref.name}, expert {expert}" for content, ref in refs.items()}
-            weight, (num_rows, num_columns) = refs["weight"], layer.shape(role)
+            weight = refs["weight"]
+            num_rows, num_columns = layer.shape(role)
             rows = self._bytes(weight).reshape(num_rows, -1)
             floats = dequantize_rows(rows, weight.dtype, num_columns)
             if "scale_2" in refs:
@@ -188,7 +189,8 @@ class GgufModelSource(GgufSource):
         names = _chosen_files(root, chosen, listing)
         is_one_file = chosen is not None and repo_id is None
         if is_one_file:
-            self.place, self.name = root / names[0], unicode_name(_model_name(names[0]))
+            self.place = root / names[0]
+            self.name = unicode_name(_model_name(names[0]))
         self._stored = {}
         headers = [self._add(name) for name in names]
         self._metadata = headers[0].metadata
@@ -201,7 +203,8 @@ class GgufModelSource(GgufSource):
         )
         self._published = {name: tensor.ref for name, tensor in self._derived.items()}
         # In the order of the files: derived ones by their own names, experts as they lie there.
-        derived_from, second_halves = {}, set()
+        derived_from = {}
+        second_halves = set()
         for tensor in self._derived.values():
             derived_from[tensor.stored[0].name] = tensor.ref
             second_halves |= {ref.name for ref in tensor.stored[1:]}
@@ -259,9 +262,12 @@ class _HubFile:
     """A file of a Hub repo that is read from its start on, by range requests."""
 
     def __init__(self, listing: Listing, name: str, size: int) -> None:
-        self._listing, self._name, self._size = listing, name, size
+        self._listing = listing
+        self._name = name
+        self._size = size
         self._fetched = b""
-        self._position, self._reached = 0, 0  # in what is fetched; in the file
+        self._position = 0  # in what is fetched
+        self._reached = 0  # in the file
 
     def read(self, num_bytes: int, /) -> bytes:
         """Return the next bytes; fewer at the end of the file."""
@@ -270,7 +276,8 @@ class _HubFile:
             end = min(self._reached + max(missing, _FETCHED_BYTES), self._size)
             more = self._listing.read(self._name, self._reached, end)
             self._fetched = self._fetched[self._position :] + more
-            self._position, self._reached = 0, end
+            self._position = 0
+            self._reached = end
         begin = self._position
         self._position += num_bytes
         return self._fetched[begin : self._position]
@@ -287,7 +294,8 @@ def _chosen_files(root: Path, chosen: str | None, listing: Listing | None) -> li
     where = str(root)
     found = {path.name for path in root.glob("*.gguf")}
     if listing is not None:
-        where, found = listing.repo_id, set(listing.sizes)
+        where = listing.repo_id
+        found = set(listing.sizes)
     elif chosen is not None and (root / chosen).is_file():
         found.add(chosen)
     models: dict[str, list[str]] = {}
@@ -340,12 +348,11 @@ def _check_split(names: list[str], where: str) -> None:
 # --- tokenizer: a file has its words, and the names of the rules that cut texts. What these do is known for `_RULES`
 # alone: transformers takes GPT-2's for every name that it does not know.
 
-TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-_NFC, _WHOLE_WORDS = "unicode form C", "whole words first"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+_NFC = "unicode form C"
+_WHOLE_WORDS = "whole words first"
 # tokenizer.ggml.pre → what published tokenizers of the name do, and transformers' reading of GGUF files leaves out.
 _RULES = {
     "gpt-2": (),
@@ -355,7 +362,8 @@ _RULES = {
     "llama-bpe": (_WHOLE_WORDS,),
     "tekken": (_WHOLE_WORDS,),
 }
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL = 3
+_USER_DEFINED = 4
 _INSTALL = "pip install 'transformers>=5.23'"
 
 
@@ -385,7 +393,8 @@ def with_tokenizer(beside: SidecarFiles, name: str, header: GgufHeader) -> Sidec
 
 def _tokenizer_obstacle(metadata: Mapping[str, Value]) -> str:
     """Return why no tokenizer can be made of these rules; "" if they are known."""
-    kind, rules = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    kind = metadata.get("tokenizer.ggml.model")
+    rules = metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):
         return f"its tokenizer.ggml.model, {kind or 'no value'}, is not known"
     if kind == "gpt2" and rules not in _RULES:
@@ -399,7 +408,8 @@ def make_tokenizer(
     """Return the files, and a sentence about how they were made; no files, and the reason, where that is impossible."""
     try:
         with tempfile.TemporaryDirectory(prefix="hqconv-tokenizer-") as folder:
-            path, saved = Path(folder) / "metadata.gguf", Path(folder) / "tokenizer"
+            path = Path(folder) / "metadata.gguf"
+            saved = Path(folder) / "tokenizer"
             path.write_bytes(metadata_file)
             _convert(path).save_pretrained(saved)
             contents = {file: (saved / file).read_bytes() for file in files}

@@ -61,7 +61,8 @@ def dequant_weight(
     if inputs.is_meta:
         return inputs.new_empty(inputs.shape, dtype=torch.float32)
     num_bits = exponent_bits + mantissa_bits
-    magnitude, sign = inputs & ((1 << num_bits) - 1), inputs & ((1 << num_bits) if is_signed else 0)
+    magnitude = inputs & ((1 << num_bits) - 1)
+    sign = inputs & ((1 << num_bits) if is_signed else 0)
     if exponent_bits == 0:
         value = magnitude.float()
     else:
@@ -87,20 +88,24 @@ def repack_weight(
     """Twin of `humming.ops.repack_weight` for packed codes [(E,) N, K]: into the kernel's own order."""
     assert inputs.dtype == torch.int32
     assert is_weight_packed  # as in every layout of `humming.transform`
-    shape_n, shape_k = inputs.size(-2), inputs.size(-1) * 32 // weight_bits
+    shape_n = inputs.size(-2)
+    shape_k = inputs.size(-1) * 32 // weight_bits
     assert (shape_n % 64, shape_k % 64) == (0, 0)
     k_per_row = 64 if use_packed_k_layout else 256 // activation_bits
     shape = (*inputs.shape[:-2], shape_k // k_per_row, shape_n * k_per_row * weight_bits // 32)
     if inputs.is_meta:
         return inputs.new_empty(shape)
     stack = inputs.contiguous().reshape(-1, *inputs.shape[-2:]).numpy().view(np.uint32)
-    num_experts, centre = len(stack), should_preprocess_for_int2fp
+    num_experts = len(stack)
+    centre = should_preprocess_for_int2fp
     out = np.empty((num_experts, shape[-2] * shape[-1]), np.uint32)
-    zeros, group = np.empty((num_experts, 0, 0), np.uint32), 0
+    zeros = np.empty((num_experts, 0, 0), np.uint32)
+    group = 0
     if should_preprocess_with_zp:
         assert zero_point is not None
         of_experts = zero_point.contiguous().reshape(num_experts, -1, zero_point.size(-1))
-        zeros, group = of_experts.numpy().view(np.uint32), group_size_zp or shape_k
+        zeros = of_experts.numpy().view(np.uint32)
+        group = group_size_zp or shape_k
     is_plain = (activation_bits, interleave_mode) == (16, 3) and not use_native_dequant
     transposed = use_packed_k_layout and not use_fused_e8m0_scale
 
@@ -187,8 +192,11 @@ def _lane_table(activation_bits, transposed):
         for i in range(8):
             for j in range(a // 2):
                 for k in range(32 // a):
-                    i1, i2 = j // 2, (i * 8) // (a * 4)
-                    i3, i4, i5 = (i * 8) % (a * 4) // 16, i % 2, j % 2
+                    i1 = j // 2
+                    i2 = (i * 8) // (a * 4)
+                    i3 = (i * 8) % (a * 4) // 16
+                    i4 = i % 2
+                    i5 = j % 2
                     if transposed:
                         i4, i5 = i5, i4
                     index = ((((i1 * (16 // a) + i2) * (a // 4) + i3) * 2 + i4) * 2 + i5) * (
@@ -223,9 +231,11 @@ def _squeeze(packed, num_bits, padded):
     with the top bits of a code, whose low bits begin the next field.
     """
     every_field = np.uint32(0xFFFFFFFF // ((1 << padded) - 1))
-    source, num_left = 0, num_bits
+    source = 0
+    num_left = num_bits
     for target in range(4 * num_bits):
-        word, filled = np.uint32(0), 0
+        word = np.uint32(0)
+        filled = 0
         while filled < padded:
             count = min(num_left, padded - filled)
             low = num_left - count
@@ -297,7 +307,8 @@ def _repack(
     `weight_NW`: uint32 [N, K * num_bits / 32]. `zero_ZG` has no column when the codes' midpoint is the zero
     point. `out`: uint32, flat, rows of `256 / activation_bits` columns of K (64 when `packed_k`) by `N` rows.
     """
-    num_rows, num_columns = weight_NW.shape[0], weight_NW.shape[1] * 32 // num_bits
+    num_rows = weight_NW.shape[0]
+    num_columns = weight_NW.shape[1] * 32 // num_bits
     table = _lane_table(activation_bits, transposed)
     order = _interleave_table(num_bits, activation_bits, interleave_mode, native)
     panel = np.empty((64, num_columns), np.uint8)
@@ -338,9 +349,8 @@ def _shift_table() -> np.ndarray:
     mask = np.uint32(0x81C00000)
     with np.errstate(all="ignore"):
         value = bits.view(np.float32)[None, :] * factors[:, None]
-        value_bits = np.where(
-            np.isnan(value), np.uint32(0x7FFFFFFF), value.view(np.uint32)
-        )  # the GPU's NaN
+        # the GPU's NaN
+        value_bits = np.where(np.isnan(value), np.uint32(0x7FFFFFFF), value.view(np.uint32))
         down_bits = value_bits & mask
         up_bits = (value_bits + np.uint32(0x00200000)) & mask
         go_up = np.abs(value - down_bits.view(np.float32)) >= np.abs(
@@ -398,8 +408,10 @@ def _repack_4bit_a16(weight_ND, tiles):
     one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the nibbles of
     two double words, dealt like cards.
     """
-    num_panels, num_blocks = weight_ND.shape[0] // 64, weight_ND.shape[1]
-    columns, dealt = np.empty((_AHEAD, 64), np.uint64), np.empty((2, 32), np.uint64)
+    num_panels = weight_ND.shape[0] // 64
+    num_blocks = weight_ND.shape[1]
+    columns = np.empty((_AHEAD, 64), np.uint64)
+    dealt = np.empty((2, 32), np.uint64)
     for n in range(num_panels):
         panel = weight_ND[64 * n : 64 * n + 64]
         for d0 in range(0, num_blocks, _AHEAD):
@@ -409,7 +421,8 @@ def _repack_4bit_a16(weight_ND, tiles):
                 for d in range(count):
                     columns[d, place] = panel[r, d0 + d]
             for d in range(count):
-                column, start = columns[d], ((d0 + d) * num_panels + n) * 64
+                column = columns[d]
+                start = ((d0 + d) * num_panels + n) * 64
                 for i in range(u64(32)):
                     upper = _interleave_nibbles(column[i])
                     lower = _interleave_nibbles(column[u64(32) + i])
@@ -423,8 +436,10 @@ def _repack_8bit_a16(weight_ND, centre, tiles):
 
     `weight_ND`: uint64 [N, K / 8], 8 codes each; two are a column block. Tiles: uint32 [32 lanes, 8 eighths].
     """
-    num_panels, num_blocks = weight_ND.shape[0] // 64, weight_ND.shape[1] // 2
-    columns, dealt = np.empty((_AHEAD, 2, 64), np.uint64), np.empty((2, 64), np.uint64)
+    num_panels = weight_ND.shape[0] // 64
+    num_blocks = weight_ND.shape[1] // 2
+    columns = np.empty((_AHEAD, 2, 64), np.uint64)
+    dealt = np.empty((2, 64), np.uint64)
     for n in range(num_panels):
         panel = weight_ND[64 * n : 64 * n + 64]
         for d0 in range(0, num_blocks, _AHEAD):
@@ -435,7 +450,8 @@ def _repack_8bit_a16(weight_ND, centre, tiles):
                     columns[d, 0, place] = panel[r, 2 * (d0 + d)]
                     columns[d, 1, place] = panel[r, 2 * (d0 + d) + 1]
             for d in range(count):
-                left, right = columns[d, 0], columns[d, 1]
+                left = columns[d, 0]
+                right = columns[d, 1]
                 start = ((d0 + d) * num_panels + n) * 128
                 if centre:
                     _centre(left)
@@ -465,7 +481,8 @@ def _interleave_nibbles(codes):
 @compiled
 def _deal(first, second, i, dealt):
     """Interleave the bytes of two double words: lanes 0 and 1 of four to dealt[0, i], lanes 2 and 3 to dealt[1, i]."""
-    eight, half = np.uint64(8), np.uint64(32)
+    eight = np.uint64(8)
+    half = np.uint64(32)
     dealt[u64(0), i] = _spread_bytes(first & _LOW_HALF) | (
         _spread_bytes(second & _LOW_HALF) << eight
     )
@@ -475,14 +492,14 @@ def _deal(first, second, i, dealt):
 @compiled
 def _store_tile(dealt, num_slots, tile):
     """Store 8 rows of four lanes with `num_slots` words each, two words at a time; dealt: [2, 8 rows * slots]."""
-    half, slots, pairs = np.uint64(32), u64(num_slots), u64(num_slots // 2)
+    half = np.uint64(32)
+    slots = u64(num_slots)
+    pairs = u64(num_slots // 2)
     for r in range(u64(8)):
         for h in range(u64(2)):
             at = (r * u64(4) + h * u64(2)) * pairs
             for p in range(pairs):
-                left, right = (
-                    dealt[h, r * slots + p * u64(2)],
-                    dealt[h, r * slots + p * u64(2) + u64(1)],
-                )
+                left = dealt[h, r * slots + p * u64(2)]
+                right = dealt[h, r * slots + p * u64(2) + u64(1)]
                 tile[at + p] = (left & _LOW_HALF) | (right << half)
                 tile[at + pairs + p] = (left >> half) | (right & ~_LOW_HALF)

@@ -60,7 +60,8 @@ _PATCHING = ("humming.config.config", "humming.config.mma")
 # and of 0.1.19. They differ in the width of an index in pack_weight.cuh.
 _SOURCES = (
     *(f"kernel/{name}_weight.py" for name in ("repack", "pack", "unpack", "dequant")),
-    *("kernel/process_mxfp4.py", "ops/weight.py"),
+    "kernel/process_mxfp4.py",
+    "ops/weight.py",
     *(
         f"include/humming/kernel/{name}.cuh"
         for name in ("process", "process_mxfp4", "pack_weight", "dequant_weight")
@@ -72,10 +73,8 @@ _COMPARED = (
 )
 
 _target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)
-_OF_WEIGHTS = (
-    "repack_weight",
-    "process_mxfp4_w4a8_weight",
-)  # ops that would lay out a whole matrix
+# ops that would lay out a whole matrix
+_OF_WEIGHTS = ("repack_weight", "process_mxfp4_w4a8_weight")
 _is_planning: ContextVar[bool] = ContextVar("is_planning", default=False)
 
 
@@ -96,7 +95,8 @@ class _AskedDevice:
     """
 
     def __init__(self, device: Any, names: Collection[str] | None = None) -> None:
-        self._device, self._names = device, names
+        self._device = device
+        self._names = names
 
     def __getattr__(self, name: str) -> Any:
         target = _target.get()
@@ -164,9 +164,8 @@ def _without_dynamo() -> Iterator[None]:
     """Keep Humming's import from loading torch's compiler (0.7 s) only to mark two functions as constant."""
 
     def mark(function: Any) -> Any:
-        function._dynamo_marked_constant = (
-            True  # all that torch._dynamo.assume_constant_result does
-        )
+        # all that torch._dynamo.assume_constant_result does
+        function._dynamo_marked_constant = True
         return function
 
     original = torch.compiler.assume_constant_result
@@ -233,16 +232,15 @@ def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., to
     return layout
 
 
-def transpose_scales(scale: torch.Tensor, on_results: bool = False) -> torch.Tensor:
+def transpose_scales(scale: torch.Tensor, on_results: bool) -> torch.Tensor:
     """Twin of `humming.transform.transform_humming_weight_scale` without block scales, by torch: [..., N, G].
 
     on_results: its `to_apply_on_c`. Does not synchronize with CUDA.
     """
     *front, shape_n, num_groups = scale.shape
     tile, swapped = ((4, 4, 2), (3, 2, 4)) if on_results else ((8, 8), (3, 2))
-    bits = (
-        scale.view(torch.uint8) if scale.element_size() == 1 else scale
-    )  # torch copies some 8-bit floats slowly
+    # torch copies some 8-bit floats slowly
+    bits = scale.view(torch.uint8) if scale.element_size() == 1 else scale
     tiles = bits.reshape(-1, shape_n // math.prod(tile), *tile, num_groups)
     permuted = tiles.permute(0, len(tile) + 2, 1, *swapped).contiguous()
     return permuted.view(scale.dtype).view(*front, num_groups, shape_n)

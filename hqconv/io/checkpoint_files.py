@@ -55,7 +55,7 @@ def readable(src: object) -> Iterator[None]:
     except OSError as error:
         raise InputError(
             "The checkpoint cannot be read.",
-            where=str(error.filename or src),
+            where=error.filename or src,
             found=error.strerror or error,
             remedy=COPY_AGAIN,
         ) from error
@@ -72,18 +72,22 @@ def read_json(
     except OSError as error:
         raise InputError(
             "A file of the checkpoint cannot be read.",
-            where=str(path),
-            found=(error.strerror),
+            where=path,
+            found=error.strerror,
             remedy=COPY_AGAIN,
         ) from error
     except ValueError as error:  # not UTF-8, not JSON, too deep
-        what = "A file of the checkpoint is not valid JSON."
-        raise InputError(what, where=str(path), found=error, remedy=COPY_AGAIN) from error
+        raise InputError(
+            "A file of the checkpoint is not valid JSON.",
+            where=path,
+            found=error,
+            remedy=COPY_AGAIN,
+        ) from error
     if not isinstance(value, dict):
         found = value if isinstance(value, RepeatedKey) else type(value).__name__
         raise InputError(
             "A file of the checkpoint is not a JSON object.",
-            where=str(path),
+            where=path,
             expected="an object with unique keys",
             found=found,
             remedy=COPY_AGAIN,
@@ -109,7 +113,7 @@ def read_config(root: Path) -> dict[str, Any]:
     if not (root / CONFIG).is_file():
         raise InputError(
             f"The checkpoint has no {CONFIG}.",
-            where=str(root),
+            where=root,
             found=listing(root),
             remedy="Give the folder of a transformers model.",
         )
@@ -125,10 +129,12 @@ def check_regular(root: Path) -> None:
         path = root / name
         found = found_at(path)
         if found not in (None, NOTHING):
-            what = "A name that files of models and artifacts have is of something else."
-            remedy = "Remove it, or give it another name."
             raise InputError(
-                what, where=str(path), expected="a regular file", found=found, remedy=remedy
+                "A name that files of models and artifacts have is of something else.",
+                where=path,
+                expected="a regular file",
+                found=found,
+                remedy="Remove it, or give it another name.",
             )
 
 
@@ -195,19 +201,21 @@ def check_all_there(root: Path, shards: Sequence[str]) -> None:
     if any(map(_OF_RANK.search, shards)):
         raise parts_of_ranks(str(root), first_few(shards))
     if shards:
-        what, found = (
+        raise InputError(
             "The checkpoint has no index of its shards.",
-            f"{len(shards)} shards: {first_few(shards)}",
+            where=root,
+            expected=f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors",
+            found=f"{len(shards)} shards: {first_few(shards)}",
+            remedy=f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}.",
         )
-        expected = f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors"
-        remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
-        raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
-    what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
-    remedy = (
-        'Convert other formats first: python -c "from transformers import AutoModelForCausalLM as M; '
-        f"M.from_pretrained('{root}', dtype='auto').save_pretrained('OUT')\"."
+    raise InputError(
+        "The folder holds no safetensors checkpoint.",
+        where=root,
+        expected=f"{SINGLE} or {INDEX}",
+        found=listing(root),
+        remedy='Convert other formats first: python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained('{root}', dtype='auto').save_pretrained('OUT')\".",
     )
-    raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
 
 
 def parts_of_ranks(where: str, found: str) -> InputError:
@@ -223,7 +231,8 @@ def parts_of_ranks(where: str, found: str) -> InputError:
 
 def tensor_in_two_files(tensor: str, first: str, second: str) -> InputError:
     """Return the error for a tensor that two files of a checkpoint hold."""
-    where, found = f"tensor {tensor!r}", f"{first} and {second}"
+    where = f"tensor {tensor!r}"
+    found = f"{first} and {second}"
     if _OF_RANK.search(first) and _OF_RANK.search(second):
         return parts_of_ranks(where, found)
     return InputError(
@@ -242,28 +251,32 @@ def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
     index, raw = read_json(path, keep_repeats, MAX_LIST_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        what, expected = (
-            "The index has no usable weight_map.",
-            "an object of tensor names with unique keys",
-        )
         found = (
             repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
         )
-        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+        raise InputError(
+            "The index has no usable weight_map.",
+            where=path,
+            expected="an object of tensor names with unique keys",
+            found=found,
+            remedy=COPY_AGAIN,
+        )
     is_plain = functools.cache(is_plain_name)
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not is_plain(name):
-            where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
-            what = "The index names a file that cannot be a shard."
             raise InputError(
-                what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN
+                "The index names a file that cannot be a shard.",
+                where=f"{path}, tensor {tensor!r}",
+                expected="a .safetensors file inside the folder",
+                found=repr(name),
+                remedy=COPY_AGAIN,
             )
     return weight_map, hashlib.sha256(raw).hexdigest()
 
 
-def is_plain_name(name: object) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return True for a normalized relative path, so that no file is read twice or from outside the folder."""
-    if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
+    if not name.endswith(".safetensors") or not name.isprintable():
         return False
     return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
 
@@ -287,8 +300,12 @@ def check_weight_map(
         lost = [
             f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map
         ]
-        what = f"Tensors are in the files but not in the index: {len(lost)}."
-        raise InputError(what, where=INDEX, found=first_few(lost), remedy=COPY_AGAIN)
+        raise InputError(
+            f"Tensors are in the files but not in the index: {len(lost)}.",
+            where=INDEX,
+            found=first_few(lost),
+            remedy=COPY_AGAIN,
+        )
 
 
 # --- front matter of a model card: the YAML between `---` lines at the head of a README.md, which the Hub reads
@@ -351,7 +368,15 @@ def in_yaml(document: Mapping[str, Any]) -> bytes:
 
 # Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
 )
 WEIGHT_FOLDERS = ("original", "onnx")
 _TOKENIZERS = (
@@ -365,21 +390,43 @@ _TOKENIZERS = (
 )
 # Names in lower case of the files that an artifact gets.
 _NAMES = (
-    *("*tokenizer*.json", "*vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json"),
-    *("special_tokens*.json", "tekken.json", "normalizer.json", "*.model", "*.tiktoken", "*.spm"),
-    *("*.bpe", "*.jinja", "chat_template*.json", "system_prompt*.txt"),
-    *("generation_config.json", "*processor_config.json", "config_*.json", "configuration.json"),
-    *("params.json", "modules.json", "sentence_bert_config.json", "*quant*.json", "recipe.y*ml"),
-    *("*.md", "licen[cs]e*", "notice*", "copying*", "copyright*", "*use_policy*", "third*party*"),
-    *("*.py", "*.npz"),  # the model's own code, and numbers that it loads
+    "*tokenizer*.json",
+    "*vocab*.json",
+    "vocab*.txt",
+    "merges*.txt",
+    "added_tokens.json",
+    "special_tokens*.json",
+    "tekken.json",
+    "normalizer.json",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe",
+    "*.jinja",
+    "chat_template*.json",
+    "system_prompt*.txt",
+    "generation_config.json",
+    "*processor_config.json",
+    "config_*.json",
+    "configuration.json",
+    "params.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "*quant*.json",
+    "recipe.y*ml",
+    "*.md",
+    "licen[cs]e*",
+    "notice*",
+    "copying*",
+    "copyright*",
+    "*use_policy*",
+    "third*party*",
+    # the model's own code, and numbers that it loads
+    "*.py",
+    "*.npz",
 )
 _NAMES_IN_FOLDERS = ("*/*.jinja", "*/*.py", "tokenizer/*", "?_pooling/config.json")
 _MAX_CARD_BYTES = 16 << 20
-
-
-def no_files() -> tuple[dict[str, bytes], str]:
-    """Generate nothing; see `SidecarFiles.generate`."""
-    return {}, ""
 
 
 @dataclass(frozen=True)
@@ -398,7 +445,7 @@ class SidecarFiles:
     card: bytes | None = None
     remarks: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
-    generate: Callable[[], tuple[dict[str, bytes], str]] = no_files
+    generate: Callable[[], tuple[dict[str, bytes], str]] = lambda: ({}, "")
 
     @classmethod
     def of_folder(cls, root: Path) -> SidecarFiles:
@@ -435,7 +482,8 @@ def _paths(root: Path) -> Iterator[str]:
 
 def _sorted_out(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the sidecar files, and files and folders that are not copied, each sorted."""
-    names, left_out = [], set[str]()
+    names = []
+    left_out = set[str]()
     for path in paths:
         if _is_skipped(path) or path.count("/") > 1:
             continue
@@ -480,7 +528,7 @@ def _size(root: Path, name: str) -> int:
             found = error.strerror or str(error)
     raise InputError(
         "A file of the source cannot be copied.",
-        where=str(path),
+        where=path,
         expected="a regular file",
         found=found,
         remedy="Put a copy of the file in its place, or leave it out of the source.",
@@ -496,7 +544,7 @@ def _read_card(root: Path) -> bytes | None:
     except OSError as error:
         raise InputError(
             "The source's model card cannot be read.",
-            where=str(root / CARD),
-            found=error.strerror or str(error),
+            where=root / CARD,
+            found=error.strerror or error,
             remedy="Shorten it, or leave it out of the source.",
         ) from error

@@ -50,7 +50,7 @@ def output_errors(
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "The disk is full." if full else "Writing the output failed."
         raise OutputError(
-            what, where=str(where), found=error.strerror or str(error), remedy=remedy
+            what, where=where, found=error.strerror or error, remedy=remedy
         ) from error
 
 
@@ -62,8 +62,8 @@ def source_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(
             "A file of the source cannot be read.",
-            where=str(path),
-            found=error.strerror or str(error),
+            where=path,
+            found=error.strerror or error,
             remedy=f"Mend the source, {_AGAIN}",
         ) from error
 
@@ -125,7 +125,8 @@ def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
 
 def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
     path = root / name
-    digest, num_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    num_bytes = 0
     with output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(partial(path)) as file:
@@ -186,16 +187,14 @@ def check_space(root: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise OutputError(
             "The disk cannot hold the artifact.",
-            where=str(folder),
+            where=folder,
             expected=f"{num_bytes / 1e6:.1f} MB free",
             found=f"{free / 1e6:.1f} MB free",
             remedy="Free some space, or choose another place with -o.",
         )
     if not writable:
         raise OutputError(
-            "The output folder cannot be written.",
-            where=str(folder),
-            remedy="Check its permissions.",
+            "The output folder cannot be written.", where=folder, remedy="Check its permissions."
         )
 
 
@@ -254,7 +253,7 @@ class FileKind:
     has_head: Callable[[bytes], bool]
 
 
-def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path] = ()) -> Path:
+def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path]) -> Path:
     """Return where the file `path` will be written, links followed.
 
     It is a new file, or replaces a regular file that is empty or of the same kind, and lies in none of `folders`: the
@@ -263,17 +262,14 @@ def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path]
     try:
         place = path.resolve()
         found = _obstacle(path, place, kind, folders)
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a circle of links, a name that no file can have
+    except (OSError, RuntimeError, ValueError) as error:
+        # a circle of links, a name that no file can have
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if found is None:
         return place
     raise OutputError(
         f"The file of {option} cannot be written there.",
-        where=str(path),
+        where=path,
         expected=f"a new file, or {kind.name}, outside of source and artifact",
         found=found,
         remedy=f"Name another path with {option}.",

@@ -69,13 +69,15 @@ def write_fully(descriptor: int, data: ReadableBuffer, offset: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         num_written = os.pwrite(descriptor, view[:_CALL_BYTES], offset)
-        view, offset = view[num_written:], offset + num_written
+        view = view[num_written:]
+        offset = offset + num_written
 
 
 _OTHERS = 40  # descriptors left to the rest of the process: libraries, the journal, a terminal
 # Owners that may have files open at the same time: a source, an artifact, and four groups of output files.
 _SHARE = 6
-_LEAST, _MOST = 4, 512
+_LEAST = 4
+_MOST = 512
 
 
 def raise_limit() -> None:

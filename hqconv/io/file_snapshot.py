@@ -26,12 +26,8 @@ def state_of(path: Path) -> State | None:
 
 
 def _state(status: os.stat_result) -> State:
-    return (
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        status.st_ino,
-    )  # `cp -p` keeps mtime
+    # `cp -p` keeps mtime
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class FileSnapshot:
@@ -98,11 +94,12 @@ class FileSnapshot:
     def check_states(self, names: Iterable[str]) -> None:
         """Compare recorded files with their first state. Raises InputError for one that changed or disappeared."""
         for name in names:
-            before, now = _state(self._seen[name]), state_of(self.path_of(name))
+            before = _state(self._seen[name])
+            now = state_of(self.path_of(name))
             if before != now:
                 raise InputError(
                     "A file of the source changed since it was opened.",
-                    where=str(self.path_of(name)),
+                    where=self.path_of(name),
                     expected=_text(before),
                     found="no such file" if now is None else _text(now),
                     remedy=_KEEP,
@@ -133,7 +130,7 @@ class FileSnapshot:
         if sha256 != expected:
             raise InputError(
                 "A file of the source is not what its manifest or the Hub lists.",
-                where=str(self.path_of(name)),
+                where=self.path_of(name),
                 expected=f"sha256 {expected}",
                 found=f"sha256 {sha256}",
                 remedy=_AGAIN,

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Listing:
     repo_id: str
     commit: str
     sizes: Mapping[str, int]
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str]
 
     @classmethod
     def of(cls, repo_id: str, revision: str | None) -> Listing:
@@ -77,7 +77,8 @@ class Listing:
         Raises as `fetch`; InputError if the commit, a file's name or a digest could lead out of the cache.
         """
         info = _model_info(repo_id, revision)
-        sizes, digests = {}, {}
+        sizes = {}
+        digests = {}
         for file in info.siblings or ():
             name = file.rfilename
             _check_name(repo_id, name)
@@ -122,7 +123,8 @@ class Listing:
         from huggingface_hub import constants, hf_hub_url, utils
 
         library: Any = utils  # which has no type annotations
-        url, data = hf_hub_url(self.repo_id, name, revision=self.commit), bytearray()
+        url = hf_hub_url(self.repo_id, name, revision=self.commit)
+        data = bytearray()
         wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         # Not on exceptions: one that is raised while bytes arrive would repeat the request inside this response.
         request = library.http_stream_backoff(
@@ -156,8 +158,12 @@ def _model_info(repo_id: str, revision: str | None) -> Any:
     from huggingface_hub import HfApi, constants
 
     with explained(repo_id, revision):
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        return HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
+        return HfApi().model_info(
+            repo_id,
+            revision=revision,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            files_metadata=True,
+        )
 
 
 def is_commit(revision: str | None) -> bool:
@@ -185,8 +191,12 @@ def _check_hex(text: object, num_digits: int, where: str) -> str:
 def _check_name(repo_id: str, name: str) -> None:
     """Refuse a file name that is not a plain path inside the repo."""
     if "\\" in name or "\0" in name or {"", ".", ".."}.intersection(name.split("/")):
-        what = "A file of the Hub repo has a name that could lead elsewhere."
-        raise InputError(what, where=repo_id, expected="a path inside the repo", found=repr(name))
+        raise InputError(
+            "A file of the Hub repo has a name that could lead elsewhere.",
+            where=repo_id,
+            expected="a path inside the repo",
+            found=repr(name),
+        )
 
 
 # --- downloads into the Hub cache
@@ -305,7 +315,8 @@ def cache_folder() -> Path:
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     """Find the cached snapshot of a branch, tag or commit without a request to the Hub; None without any."""
-    repo, name = cache_folder() / f"models--{repo_id.replace('/', '--')}", revision or "main"
+    repo = cache_folder() / f"models--{repo_id.replace('/', '--')}"
+    name = revision or "main"
     with suppress(OSError, UnicodeDecodeError):
         commit = name if is_commit(name) else (repo / "refs" / name).read_text().strip()
         if is_commit(commit) and (repo / "snapshots" / commit).is_dir():
@@ -490,7 +501,8 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
     """Return our error for one of the library: the first row that fits it."""
     from huggingface_hub import constants, errors
 
-    endpoint, status = constants.ENDPOINT, status_of(error)
+    endpoint = constants.ENDPOINT
+    status = status_of(error)
     page = f"{endpoint}/{repo_id}"
     is_local = isinstance(error, errors.LocalEntryNotFoundError)
     rows: tuple[tuple[bool, type[HqconvError], str, str], ...] = (

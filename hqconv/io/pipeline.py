@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_torch_lock, _torch_before = (
-    threading.Lock(),
-    list[int](),
-)  # torch's number of threads before each `one_torch_thread`
+_torch_lock = threading.Lock()
+_torch_before = list[int]()  # torch's number of threads before each `one_torch_thread`
 
 
 def pipeline(
@@ -84,14 +82,14 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         with _torch_lock:
-            before, _ = _torch_before[0], _torch_before.pop()
+            before = _torch_before[0]
+            _torch_before.pop()
             if not _torch_before:
                 torch.set_num_threads(before)
 
 
-_CREATED_AHEAD = (
-    2  # by `take`: the second one is on its way when the next batch or piece asks for it
-)
+# by `take`: the second one is on its way when the next batch or piece asks for it
+_CREATED_AHEAD = 2
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -108,12 +106,10 @@ class _Memory(mmap.mmap):
         import torch
 
         with _using_gpu(self.pinned_for):
-            if (
-                self.may_be_copied
-            ):  # else nothing is waited for: that would end another thread's capture of a graph
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # after an error of CUDA, which has been raised
+            # else nothing is waited for: that would end another thread's capture of a graph
+            if self.may_be_copied:
+                # after an error of CUDA, which has been raised
+                with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize()
             _cudart().cudaHostUnregister(self.address)
 
@@ -137,11 +133,9 @@ def host_buffer(
     if device.type == "cuda":
         with _using_gpu(device):  # its own, not the first one, which may be another process's
             torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0))
-        memory.pinned_for, memory.address, memory.may_be_copied = (
-            device,
-            buffer.data_ptr(),
-            may_be_copied,
-        )
+        memory.pinned_for = device
+        memory.address = buffer.data_ptr()
+        memory.may_be_copied = may_be_copied
     return buffer[:num_bytes]
 
 
@@ -166,12 +160,10 @@ class HostBuffers:
         may_be_copied: as of `host_buffer`.
         """
         self._may_be_copied = may_be_copied
-        self._num_bytes, self._device, self._max_buffers, self._on_free = (
-            num_bytes,
-            device,
-            max_buffers,
-            on_free,
-        )
+        self._num_bytes = num_bytes
+        self._device = device
+        self._max_buffers = max_buffers
+        self._on_free = on_free
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
         self._num_created = self._num_wanted = 0
@@ -220,7 +212,8 @@ class HostBuffers:
     def release(self) -> None:
         """Free the buffers, which unpins them; the pool is not used any more."""
         with self._changed:
-            self._is_released, creator = True, self._creator
+            self._is_released = True
+            creator = self._creator
         if creator is not None:
             creator.join()
         self._free.clear()

@@ -77,10 +77,11 @@ def parse_header(
     """Parse the bytes before a file's tensors, `head`, as `read_header` does; `where` names the file in errors."""
     header = _parse(where, head[LENGTH_BYTES:])
     metadata = _check_metadata(where, header.pop("__metadata__", None))
-    known: dict[
-        tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]
-    ] = {}  # checked once, and kept once
-    refs, start, data_bytes = [], len(head), file_bytes - len(head)
+    # checked once, and kept once
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
+    refs = []
+    start = len(head)
+    data_bytes = file_bytes - len(head)
     for name, entry in header.items():
         key = _dtype_and_shape(where, name, entry)
         if key not in known:
@@ -104,9 +105,8 @@ def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         what = "The file is truncated: it is shorter than its length field."
         raise _fault(where, None, what, f"{LENGTH_BYTES} bytes or more", f"{len(prefix)} bytes")
-    if (
-        prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024
-    ):  # the first of a pointer's few lines
+    # the first of a pointer's few lines
+    if prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024:
         what = "This is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in the folder."
         raise _fault(where, None, what, "a safetensors file", f"{file_bytes} bytes of text")
     header_bytes = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -148,20 +148,16 @@ def _read_head(path: Path) -> tuple[bytes, int]:
 
 def _parse(where: str, raw: bytes) -> dict[str, Any]:
     try:
-        parse_int = (
-            _integer if b"-0" in raw else None
-        )  # a call for every number would double the time
+        # a call for every number would double the time
+        parse_int = _integer if b"-0" in raw else None
         header = json.loads(
             raw.decode("utf-8"), object_pairs_hook=keep_repeats, parse_int=parse_int
         )
-        if (
-            b"\\u" in raw
-        ):  # only an escape can bring in half a surrogate pair, which no UTF-8 can hold
+        # only an escape can bring in half a surrogate pair, which no UTF-8 can hold
+        if b"\\u" in raw:
             json.dumps(header, ensure_ascii=False, default=repr).encode("utf-8")
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, not JSON, an endless number, too deep
+    except (ValueError, RecursionError) as error:
+        # not UTF-8, not JSON, an endless number, too deep
         raise _fault(where, None, "The header is not valid JSON.", found=error) from error
     if isinstance(header, RepeatedKey):
         tensor = None if header.key == "__metadata__" else header.key
@@ -178,9 +174,8 @@ def _parse(where: str, raw: bytes) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int | float:
-    return (
-        -0.0 if text == "-0" else int(text)
-    )  # as the library parses it: no dimension, and no offset
+    # as the library parses it: no dimension, and no offset
+    return -0.0 if text == "-0" else int(text)
 
 
 def _check_metadata(where: str, raw: object) -> dict[str, str]:
@@ -196,7 +191,8 @@ def _dtype_and_shape(where: str, name: str, entry: Any) -> tuple[str, tuple[int,
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         what = "The tensor's header entry is malformed."
         raise _fault(where, name, what, "exactly dtype, shape and data_offsets", _SHORT.repr(entry))
-    dtype, shape = entry["dtype"], entry["shape"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _fault(
             where,
@@ -244,29 +240,25 @@ def _check_offsets(where: str, name: str, raw: Any, data_bytes: int) -> tuple[in
         what = "The tensor's data_offsets are out of order."
         raise _fault(where, name, what, "0 <= begin <= end", _SHORT.repr(raw))
     if end > data_bytes:
-        what, expected = (
-            "The file is truncated: it ends before the tensor does.",
-            f"{_SHORT.repr(end)} bytes",
-        )
+        what = "The file is truncated: it ends before the tensor does."
+        expected = f"{_SHORT.repr(end)} bytes"
         raise _fault(where, name, what, f"{expected} of tensor data or more", f"{data_bytes} bytes")
     return begin, end
 
 
 def _check_coverage(where: str, refs: list[TensorRef], data: range) -> None:
     """Check that every byte after the header belongs to exactly one tensor; `refs` are sorted by their range."""
-    position, previous = data.start, "the header"
+    position = data.start
+    previous = "the header"
     for ref in refs:
         if ref.offset_bytes != position:
             gap = "overlaps" if ref.offset_bytes < position else "leaves a hole after"
-            expected, found = (
-                f"begin {position - data.start}",
-                f"begin {ref.offset_bytes - data.start}",
-            )
+            expected = f"begin {position - data.start}"
+            found = f"begin {ref.offset_bytes - data.start}"
             raise _fault(where, ref.name, f"The tensor {gap} {previous}.", expected, found)
-        position, previous = ref.offset_bytes + ref.num_bytes, f"tensor {ref.name!r}"
+        position = ref.offset_bytes + ref.num_bytes
+        previous = f"tensor {ref.name!r}"
     if position != data.stop:
-        what, expected = (
-            f"Bytes after {previous} belong to no tensor.",
-            f"{position - data.start} bytes of tensor data",
-        )
+        what = f"Bytes after {previous} belong to no tensor."
+        expected = f"{position - data.start} bytes of tensor data"
         raise _fault(where, None, what, expected, f"{len(data)} bytes")

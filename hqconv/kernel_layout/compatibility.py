@@ -32,11 +32,11 @@ def config_entries(spec: KernelSpec, flags: Mapping[str, bool]) -> dict[str, Any
 
     Sizes are left out. flags: `use_fused_e8m0_scale` and `use_block_scaled_mma` are read.
     """
-    schema, inputs = spec.schema, spec.inputs
+    schema = spec.schema
+    inputs = spec.inputs
     b_dtype = schema.b_dtype
-    if (
-        spec.a_dtype == f"int{schema.num_bits}"
-    ):  # of the same width: Humming takes codes with a sign
+    # of the same width: Humming takes codes with a sign
+    if spec.a_dtype == f"int{schema.num_bits}":
         b_dtype = b_dtype.removeprefix("u")
     by_size = "dynamic_group" if inputs.input_scale_group_size else "dynamic_token"
     is_quantized = inputs.a_dtype is not None
@@ -62,7 +62,8 @@ def config_entries(spec: KernelSpec, flags: Mapping[str, bool]) -> dict[str, Any
 
 def _as_dtype(spec: KernelSpec, flags: Mapping[str, bool]) -> str:
     """Return the dtype of the scales of quantized activations."""
-    schema, inputs = spec.schema, spec.inputs
+    schema = spec.schema
+    inputs = spec.inputs
     if inputs.input_scale_dtype is not None:
         return inputs.input_scale_dtype
     if not inputs.input_scale_group_size or not flags.get("use_block_scaled_mma", False):
@@ -79,7 +80,8 @@ def _weight_scale_2_type(spec: KernelSpec, flags: Mapping[str, bool]) -> str:
     depend on values here: sizes come from the plan, and ranks would differ. An unneeded second scale is 1.0. Scales per
     row stay the only second scales: the exponents below them are within the range already.
     """
-    schema, is_fused = spec.schema, flags.get("use_fused_e8m0_scale", False)
+    schema = spec.schema
+    is_fused = flags.get("use_fused_e8m0_scale", False)
     if schema.has_row_scale or (is_fused and spec.a_dtype == "int8"):
         return "channel"
     is_widened = schema.bs_dtype == "float8e8m0" and spec.param_dtype == "float16"

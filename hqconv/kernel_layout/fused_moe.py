@@ -54,16 +54,16 @@ def humming_activation(activation: Activation, gated: bool) -> dict[str, str]:
 
 def _gated_text(activation: Activation) -> str:
     """The C expression of gate a and up b. KeyError where the formula or one of its numbers is not known."""
-    name, number = (
-        activation.name,
-        {key: f"{value!r}f" for key, value in activation.numbers.items()},
-    )
+    name = activation.name
+    number = {key: f"{value!r}f" for key, value in activation.numbers.items()}
     function, _, kind = name.rpartition("_")
     if name == "swigluoai":
-        gate, up = f"fminf(a, {number['limit']})", _CLAMPED_UP.format_map(number)
+        gate = f"fminf(a, {number['limit']})"
+        up = _CLAMPED_UP.format_map(number)
         return f"{gate} / (1.f + expf(-({number['alpha']}) * {gate})) * ({up} + ({number['beta']}))"
     if name == "situ":
-        beta, linear = number["beta"], number.get("linear_beta")
+        beta = number["beta"]
+        linear = number.get("linear_beta")
         up = "b" if linear is None else f"{linear} * tanhf(b / {linear})"
         return f"{beta} * tanhf(a / {beta}) / (1.f + expf(-a)) * ({up})"
     if kind == "bound":
@@ -147,7 +147,8 @@ def linear_gemm(
     tensors: Mapping[str, torch.Tensor], schema: WeightSchema, param_dtype: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the dense GEMM x [M, K] → [M, N] of packed tensors on a GPU, prepared as vLLM's linear layers do."""
-    lib, weight = humming_gpu(), tensors["weight"]
+    lib = humming_gpu()
+    weight = tensors["weight"]
     device = weight.device
     with torch.cuda.device(device):
         config, laid_out = prepare_linear(tensors, schema, param_dtype)
@@ -170,8 +171,9 @@ def linear_gemm(
 
 def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> KernelInputs:
     """Prepare rows of the parameter dtype for a GEMM: activated if configured, rotated and quantized."""
-    mode = gemm.config.input_quant_mode
-    static = gemm.input_scale if mode.value.startswith("static_tensor") else None
+    static = (
+        gemm.input_scale if gemm.config.input_quant_mode.value.startswith("static_tensor") else None
+    )
     return KernelInputs(
         *humming_gpu().forward.may_process_input(
             gemm.config,
@@ -257,7 +259,8 @@ def fused_moe(
     num_tokens, top_k = local_ids.shape
     is_local = (local_ids >= 0).reshape(-1, 1)
     num_local = int(is_local.sum())
-    w13, w2 = gemms["w13"], gemms["w2"]
+    w13 = gemms["w13"]
+    w2 = gemms["w2"]
     inner = w2.config.shape_k - w2.config.pad_shape_k
     if not num_local:
         return x.new_zeros(x.shape, dtype=torch.float32), x.new_zeros(num_tokens * top_k, inner)

@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import load_layer_config
 
-INDEXED, CONTIGUOUS, MASKED = "indexed", "grouped_contiguous", "grouped_masked"
+INDEXED = "indexed"
+CONTIGUOUS = "grouped_contiguous"
+MASKED = "grouped_masked"
 NO_DEVICE = -1  # torch and Humming take it for "leave the current device"
 
 
@@ -83,7 +85,8 @@ def standing_in(facts: SimpleNamespace) -> Iterator[None]:
     """
     device: Any = importlib.import_module("humming.device")
     current = device.current_device
-    extension, value = device._get_device_info_extension, current._value
+    extension = device._get_device_info_extension
+    value = current._value
     instances = dict(device.DeviceInfo._instances)
     device._get_device_info_extension = lambda: SimpleNamespace(_DeviceInfo=lambda index: facts)
     current._value = facts
@@ -92,7 +95,8 @@ def standing_in(facts: SimpleNamespace) -> Iterator[None]:
     try:
         yield
     finally:
-        device._get_device_info_extension, current._value = extension, value
+        device._get_device_info_extension = extension
+        current._value = value
         device.DeviceInfo._instances.clear()
         device.DeviceInfo._instances.update(instances)
         _forget_tuning()
@@ -278,7 +282,8 @@ def toolkit() -> Iterator[None]:
     """
     import torch
 
-    version, path = torch.version.cuda, os.environ.get("LD_LIBRARY_PATH")
+    version = torch.version.cuda
+    path = os.environ.get("LD_LIBRARY_PATH")
     try:
         if version is None:
             found = importlib.import_module("humming.utils.cuda").find_all_cuda_paths()
@@ -298,7 +303,7 @@ def toolkit() -> Iterator[None]:
                 "There is no CUDA compiler here that Humming can use.",
                 expected="NVRTC with the CUDA headers, or nvcc with HUMMING_COMPILER=nvcc; "
                 "the same version as on the server",
-                found=str(error),
+                found=error,
                 remedy="Install it, for instance with `pip install 'humming-kernels[cu13]'`.",
             ) from error
         yield
@@ -318,7 +323,8 @@ def compile_kernel(source: KernelSource, compiler: Any) -> bytes:
     flags = compiler.get_flags(source.architecture, source.without_fast_math)
     with tempfile.TemporaryDirectory(prefix="hqconv-warm-") as name:
         folder = Path(name)
-        path, binary = folder / "kernel.cu", folder / "kernel_tmp.cubin"
+        path = folder / "kernel.cu"
+        binary = folder / "kernel_tmp.cubin"
         path.write_text(source.code, encoding="utf-8")
         code, out, errors = compiler._compile(
             str(path), folder, source.architecture, source.expression, flags

@@ -37,10 +37,20 @@ from hqconv.schemas.input_schema import A16, INPUT_PRESETS, InputSchema, KernelS
 from hqconv.schemas.tensors import TensorSpec, code_of_torch, torch_dtype_of
 from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, resolve_schema
 
-PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
+# vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
+PAD_N = 256
+PAD_K = 128
 _COMMON = (
-    *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block"),
-    *("int8", "int4", "int4-c", "int4-g64", "int4-g64-zp"),
+    "mxfp4",
+    "nvfp4",
+    "mxfp8",
+    "fp8",
+    "fp8-block",
+    "int8",
+    "int4",
+    "int4-c",
+    "int4-g64",
+    "int4-g64-zp",
 )
 
 
@@ -87,7 +97,8 @@ def fuses_exponents(spec: KernelSpec) -> bool:
 
 def _why_not_here(spec: KernelSpec, config: Any) -> str | None:
     """Return why a pair does not run that Humming's rule and LayerConfig let through, or None."""
-    schema, is_quantized = spec.schema, spec.inputs.a_dtype is not None
+    schema = spec.schema
+    is_quantized = spec.inputs.a_dtype is not None
     # Kernels that multiply by scales themselves read them as float32.
     if is_quantized and not config.use_block_scaled_mma and str(config.as_dtype) != "float32":
         return f"activations with {config.as_dtype} scales need a block-scaled tensor core and such weights"
@@ -163,7 +174,8 @@ def prepare_linear(
     packed: Mapping[str, torch.Tensor], schema: WeightSchema, param_dtype: str
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return Humming's LayerConfig and kernel tensors of a linear layer [N, K], as vLLM prepares it when it starts."""
-    lib, weight = humming(), packed["weight"]
+    lib = humming()
+    weight = packed["weight"]
     found: tuple[Any, dict[str, torch.Tensor]]
     found = lib.transform.prepare_and_transform_humming_tensors(
         tensors=dict(packed),
@@ -229,7 +241,8 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
 
     Raises nothing of its own: shapes and pairs are checked by the plan.
     """
-    lib, num_experts = humming(), tensors["weight"].size(0)
+    lib = humming()
+    num_experts = tensors["weight"].size(0)
     with resident(tensors["weight"].device), target_facts(_target_of(form)):
         config = layer_config(form.config_json(num_experts))
         if config.use_fused_e8m0_scale:  # whose transform works in place

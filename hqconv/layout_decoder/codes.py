@@ -35,7 +35,9 @@ def unit_places(form: LayoutForm) -> Array:
     that WGMMA has them in registers as it takes them (`mma/wgmma.cuh`, `transform_b`).
     """
     unit = np.arange(form.activation_bits)
-    part, second, third = unit // 4 * 2, unit // 2 % 2, unit % 2
+    part = unit // 4 * 2
+    second = unit // 2 % 2
+    third = unit % 2
     row, column = (third, second) if form.is_transposed else (second, third)
     return np.stack((part + row, column), 1)
 
@@ -46,7 +48,8 @@ def unit_pieces(form: LayoutForm) -> Array:
     A *plane* is 32 bits of fields, each as wide as the next power of two; a unit is one field in every a-bit part of
     a plane (`dequant_b1248`, `dequant_b3567`).
     """
-    a, width = form.activation_bits, _field_width(form)
+    a = form.activation_bits
+    width = _field_width(form)
     repeat = sum(1 << bit for bit in range(0, 32, a))
     places = (divmod(unit * width, a) for unit in range(a))
     return np.array([_piece(*place, form.num_bits, repeat) for place in places], np.uint32)
@@ -58,7 +61,8 @@ def code_pieces(form: LayoutForm) -> Array:
     Natively dequantized codes follow each other (`dequant_native.cuh`). So do split codes but for the sign, which is
     where the units of `unit_pieces` have it (`dequant_fused.cuh`: magnitudes go through `prmt`, signs do not).
     """
-    width, a = _field_width(form), form.activation_bits
+    width = _field_width(form)
+    a = form.activation_bits
     pieces = []
     for code in range(32):
         plane, offset = divmod(code * width, 32)
@@ -102,13 +106,13 @@ def has_loops(device: torch.device) -> bool:
 
 def decode_codes(form: LayoutForm, words: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     """Codes uint8 [E, N, K], padding included, of stored int32 words [E, …]; `zero` [E, N, G] integer zero points."""
-    num_experts, (n, k) = words.size(0), form.padded_shape
+    num_experts = words.size(0)
+    n, k = form.padded_shape
     if form.order == "fragments":
         codes = _from_fragments(form, words)
     else:
-        if (
-            form.order == "chunks"
-        ):  # every row's first 16 bytes come first (`loader_b.cuh`, `load_native`)
+        # every row's first 16 bytes come first (`loader_b.cuh`, `load_native`)
+        if form.order == "chunks":
             words = words.view(num_experts, -1, n, 4).transpose(1, 2)
         codes = unpack_fields(words.reshape(num_experts, n, -1), form.num_bits)
     if form.is_signed:  # two's complement as offset binary
@@ -127,7 +131,8 @@ def unpack_fields(words: torch.Tensor, num_bits: int) -> torch.Tensor:
         rows = words.numpy().view(np.uint32).reshape(-1, words.size(-1))
         loops.unpack_fields(rows, num_bits, codes.numpy().reshape(len(rows), -1))
         return codes
-    data, mask = words.view(torch.uint8), (1 << num_bits) - 1
+    data = words.view(torch.uint8)
+    mask = (1 << num_bits) - 1
     if 8 % num_bits == 0:
         fields = [(data >> shift) & mask for shift in range(0, 8, num_bits)]
         return torch.stack(fields, -1).flatten(-2)
@@ -139,8 +144,12 @@ def unpack_fields(words: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 def _from_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
     """Codes [E, N, K]: 4 a rows by 256 / a columns have `num_bits` words for each of 32 lanes (lane 4 r + c)."""
-    num_experts, (n, k), a = words.size(0), form.padded_shape, form.activation_bits
-    tiles, chunks, per_unit = k * a // 256, n // (4 * a), 32 // a
+    num_experts = words.size(0)
+    n, k = form.padded_shape
+    a = form.activation_bits
+    tiles = k * a // 256
+    chunks = n // (4 * a)
+    per_unit = 32 // a
     if form.is_packed_k:
         # 16 rows by two instructions' columns, a lane's words of both side by side (`loader_b.cuh`, `load_packed_k`),
         # as they would be without: 32 rows by the columns of one.
@@ -149,16 +158,8 @@ def _from_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
     if has_loops(words.device):
         return _by_loops(form, words.reshape(num_experts, tiles, -1).numpy().view(np.uint32))
     lanes = words.reshape(num_experts, tiles, chunks, 8, 4, form.num_bits)  # E, T, B, r, c
-    shape = (
-        num_experts,
-        chunks,
-        a // 2,
-        8,
-        tiles,
-        2,
-        4,
-        per_unit,
-    )  # E, B, 8 rows, r, T, half, c, code of a unit
+    # E, B, 8 rows, r, T, half, c, code of a unit
+    shape = (num_experts, chunks, a // 2, 8, tiles, 2, 4, per_unit)
     codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
     places = unit_places(form).tolist()
     if not is_by_units(form):
@@ -176,7 +177,8 @@ def _from_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
 
 def _by_loops(form: LayoutForm, words: Array) -> torch.Tensor:
     """Codes of fragments, uint32 [E, T, W], by compiled loops."""
-    a, num_bits = form.activation_bits, form.num_bits
+    a = form.activation_bits
+    num_bits = form.num_bits
     codes = np.empty((len(words), *form.padded_shape), np.uint8)
     if is_by_units(form):
         units = codes.view({16: np.uint16, 8: np.uint32, 4: np.uint64}[a])
@@ -215,5 +217,6 @@ def _restore_centred(
     if has_loops(codes.device):
         loops.restore_centred(codes.numpy(), zero.numpy(), codes.size(2) // zero.size(2), largest)
         return codes
-    grouped, zero = codes.view(*codes.shape[:2], zero.size(2), -1), zero.unsqueeze(3)
+    grouped = codes.view(*codes.shape[:2], zero.size(2), -1)
+    zero = zero.unsqueeze(3)
     return torch.where(grouped <= largest - zero, grouped + zero, largest - grouped).view_as(codes)

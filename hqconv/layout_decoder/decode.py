@@ -57,9 +57,9 @@ class DecodedStack:
     scale: torch.Tensor
     scale_dtype: str
     scale_value: torch.Tensor
-    zero_point: torch.Tensor | None = None
-    scale_2: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    zero_point: torch.Tensor | None
+    scale_2: torch.Tensor | None
+    bias: torch.Tensor | None
     flushed: torch.Tensor | None = None
     faults: tuple[Fault, ...] = ()
 
@@ -134,10 +134,12 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
     """
     value = stack.scale_value
     if form.scale_dtype == PADDED_E5M0 and form.has_row_scale:
-        scale, flushed = (stack.scale >> 3) + (127 - 15), stack.scale >> 3 == 0
+        scale = (stack.scale >> 3) + (127 - 15)
+        flushed = stack.scale >> 3 == 0
         return replace(stack, scale=scale, scale_dtype="F8_E8M0", flushed=flushed)
     if form.scale_dtype == PADDED_E5M0:
-        exponent, flushed = (stack.scale.int() >> 3) - 15, stack.scale >> 3 == 0
+        exponent = (stack.scale.int() >> 3) - 15
+        flushed = stack.scale >> 3 == 0
     else:
         exponent = stack.scale.int() + (form.scale_dtype == FUSED_INT8)
         flushed = torch.zeros_like(stack.scale, dtype=torch.bool)
@@ -150,10 +152,8 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
         is_lost = (second == 0) & ((form.scale_dtype, form.param_dtype) == (FUSED_INT8, "F16"))
         fraction, power = torch.frexp(second)
         if form.has_row_scale:
-            wrong, rows = (
-                fraction <= 0,
-                bits_of((2 * fraction.squeeze(2)).to(torch_dtype(form.param_dtype))),
-            )
+            wrong = fraction <= 0
+            rows = bits_of((2 * fraction.squeeze(2)).to(torch_dtype(form.param_dtype)))
             second = torch.ldexp(torch.ones_like(second), power - 1)
         else:
             wrong = (fraction != 0.5) & ~is_lost
@@ -163,7 +163,8 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
             wrong,
         )
         exponent = exponent + torch.where(is_lost, _FLUSHED_POWER, power - 1)
-        value, flushed = value * second, flushed | is_lost
+        value = value * second
+        flushed = flushed | is_lost
     scale = (exponent + 127).clamp(0, 255).to(torch.uint8)
     return replace(
         stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=rows, flushed=flushed
@@ -180,7 +181,8 @@ def packed_shapes(
     shape: tuple[int, int], schema: WeightSchema, param_dtype: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of one matrix's tensors in Humming's packing, worked out from the schema alone."""
-    (n, k), param = shape, code_of(param_dtype)
+    n, k = shape
+    param = code_of(param_dtype)
     group = schema.weight_scale_group_size or k
     rows = n // (schema.weight_scale_group_size_n or 1)
     dtype = code_of(schema.scale_dtype(param_dtype))
@@ -201,7 +203,9 @@ def decode_packed(
     bits: Mapping[str, torch.Tensor], schema: WeightSchema, scale_dtype: str
 ) -> DecodedStack:
     """Decode tensors in Humming's packing [E, …], bit patterns; shares no code with the packer."""
-    scale, zero, scale_2 = bits["weight_scale"], bits.get("zero_point"), bits.get("weight_scale_2")
+    scale = bits["weight_scale"]
+    zero = bits.get("zero_point")
+    scale_2 = bits.get("weight_scale_2")
     if zero is not None and not schema.is_fp_zero_point:
         zero = unpack_fields(zero.mT, schema.num_bits).mT
     scale = scale.reshape(len(scale), 1, 1) if scale.ndim < 3 else scale
@@ -244,10 +248,12 @@ def decoded_rows(
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield (first row, float32 rows) of one expert on the CPU, some rows at a time; the array is used again."""
     num_rows, num_columns = stack.codes.shape[1:]
-    codes, values = stack.codes[expert : expert + 1].numpy(), code_table(schema)
+    codes = stack.codes[expert : expert + 1].numpy()
+    values = code_table(schema)
     scale = stack.scale_value[expert : expert + 1].numpy()
     scale = np.repeat(scale, num_rows // scale.shape[1], axis=1)
-    zero, scale_2 = np.zeros((1, num_rows, 1), np.float32), np.ones((1, num_rows), np.float32)
+    zero = np.zeros((1, num_rows, 1), np.float32)
+    scale_2 = np.ones((1, num_rows), np.float32)
     found_zero, found_scale_2 = _zero_and_scale_2(stack, schema, param_dtype)
     if found_zero is not None:
         zero = found_zero[expert : expert + 1].contiguous().numpy()

@@ -31,8 +31,11 @@ _ACTIVATION_BITS = {
     "float4e0m3": 4,
 }
 _FLAGS = (  # of the manifest only: LayerConfig has no such fields
-    *("use_native_dequant", "use_raw_weight", "use_flat_weight"),
-    *("use_ldmatrix_dequant", "use_block_scaled_mma"),
+    "use_native_dequant",
+    "use_raw_weight",
+    "use_flat_weight",
+    "use_ldmatrix_dequant",
+    "use_block_scaled_mma",
 )
 _SIZES = (
     "shape_n",
@@ -75,9 +78,8 @@ class LayoutForm:
     padded_shape: tuple[int, int]
     scale_type: str
     scale_2_type: str
-    has_row_scale: (
-        bool  # the schema's own second scale per row, which a channel's fused exponents may go into
-    )
+    # the schema's own second scale per row, which a channel's fused exponents may go into
+    has_row_scale: bool
     scale_dtype: str
     scale_order: str
     param_dtype: str
@@ -189,10 +191,13 @@ def read_config(
 
 def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Merge config and flags. Without flags only 16-bit activations on sm90 are known: all of their flags are off."""
-    a_dtype, sm_version = config.get("a_dtype"), config.get("sm_version")
+    a_dtype = config.get("a_dtype")
+    sm_version = config.get("sm_version")
     if not isinstance(a_dtype, str) or a_dtype not in _ACTIVATION_BITS:
-        what = f"The kernel layout for activations in {a_dtype} cannot be read back."
-        raise RequestError(what, expected=", ".join(_ACTIVATION_BITS))
+        raise RequestError(
+            f"The kernel layout for activations in {a_dtype} cannot be read back.",
+            expected=", ".join(_ACTIVATION_BITS),
+        )
     if config.get("use_int_weight_scale") or flags.get("use_int_weight_scale"):
         raise RequestError("The kernel layout with use_int_weight_scale cannot be read back.")
     is_plain = (
@@ -200,13 +205,18 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     )
     if not is_plain and not set(_FLAGS) <= flags.keys():
         # They follow from the GPU, and from the version of the compiler that serves.
-        what = f"The kernel layout of sm{sm_version} for {a_dtype} is not known without its layout flags."
-        raise RequestError(what, expected=", ".join(_FLAGS), found=", ".join(flags) or "none")
+        raise RequestError(
+            f"The kernel layout of sm{sm_version} for {a_dtype} is not known without its layout flags.",
+            expected=", ".join(_FLAGS),
+            found=", ".join(flags) or "none",
+        )
     for name in _WRITTEN:
         if name in flags and name in config and bool(flags[name]) != bool(config[name]):
-            what = "The layer configuration contradicts the manifest's flags."
             raise VerificationError(
-                what, where=f"layer config: {name}", expected=flags[name], found=config[name]
+                "The layer configuration contradicts the manifest's flags.",
+                where=f"layer config: {name}",
+                expected=flags[name],
+                found=config[name],
             )
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
 
@@ -240,7 +250,8 @@ def _is_centred(a_dtype: str, code_bits: int, exponent_bits: int | None, zero_ki
 
 
 def _check_sizes(form: LayoutForm) -> None:
-    (n, k), (padded_n, padded_k) = form.shape, form.padded_shape
+    n, k = form.shape
+    padded_n, padded_k = form.padded_shape
     unit = 512 // form.activation_bits
     facts = {
         "0 < shape - pad_shape <= shape": 0 < n <= padded_n and 0 < k <= padded_k,
@@ -266,7 +277,8 @@ def _check_sizes(form: LayoutForm) -> None:
 
 def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
     """Conditions of layouts for activations other than 16-bit ones."""
-    is_fragments, per_word = form.order == "fragments", form.scale_order.endswith(" a word")
+    is_fragments = form.order == "fragments"
+    per_word = form.scale_order.endswith(" a word")
     narrower = form.num_bits < form.activation_bits
     is_mxfp4 = (form.num_bits, form.exponent_bits, form.scale_type) == (4, 2, "group")
     in_tiles = per_word or form.scale_order == "tensor memory"

@@ -16,7 +16,8 @@ from hqconv.jit import compiled
 Array = NDArray[Any]
 _PAIR = np.uint32(0xFFFF)
 _ALL = np.uint32(0xFFFFFFFF)
-_NONE, _EIGHT = np.uint32(0), np.uint32(8)
+_NONE = np.uint32(0)
+_EIGHT = np.uint32(8)
 
 
 @compiled
@@ -29,7 +30,8 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
     """
     num_experts, num_tiles, num_words = words_ETW.shape
     num_chunks = num_words // (32 * num_bits)
-    width, bits = np.uint64(num_bits), np.uint64(activation_bits)
+    width = np.uint64(num_bits)
+    bits = np.uint64(activation_bits)
     for e in range(num_experts):
         for chunk in range(num_chunks):
             units = units_ENU[e, chunk * 4 * activation_bits : (chunk + 1) * 4 * activation_bits]
@@ -37,10 +39,8 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
                 words = words_ETW[e, tile, chunk * 32 * num_bits : (chunk + 1) * 32 * num_bits]
                 for unit in range(bits):
                     first, shift, mask, left, second, shift_2, mask_2 = pieces[unit]
-                    row, column = (
-                        np.uint64(places[unit, 0] * 8),
-                        np.uint64(tile * 8 + places[unit, 1] * 4),
-                    )
+                    row = np.uint64(places[unit, 0] * 8)
+                    column = np.uint64(tile * 8 + places[unit, 1] * 4)
                     if activation_bits == 4:
                         for lane in range(np.uint64(32)):
                             at = lane * width
@@ -67,7 +67,8 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
 def unpack_singly(words_ETW, num_bits, activation_bits, pieces, places, codes_ENK):  # type: ignore[no-untyped-def]
     """Do the work of `unpack_units` code by code, where those of a unit are not alike (`codes.code_pieces`)."""
     num_experts, num_tiles, num_words = words_ETW.shape
-    num_chunks, per_unit = num_words // (32 * num_bits), 32 // activation_bits
+    num_chunks = num_words // (32 * num_bits)
+    per_unit = 32 // activation_bits
     for e in range(num_experts):
         for chunk in range(num_chunks):
             for tile in range(num_tiles):
@@ -113,9 +114,12 @@ def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  
     group_size = np.uint64(codes_ENK.shape[2] // scale_ENG.shape[2])
     for e in range(codes_ENK.shape[0]):
         for n in range(codes_ENK.shape[1]):
-            codes, out, scale_2 = codes_ENK[e, n], out_ENK[e, n], scale_2_EN[e, n]
+            codes = codes_ENK[e, n]
+            out = out_ENK[e, n]
+            scale_2 = scale_2_EN[e, n]
             for g in range(scale_ENG.shape[2]):
-                zero, scale = zero_ENG[e, n, min(g, last_zero)], scale_ENG[e, n, g]
+                zero = zero_ENG[e, n, min(g, last_zero)]
+                scale = scale_ENG[e, n, g]
                 start = np.uint64(g) * group_size
                 for k in range(group_size):
                     out[start + k] = ((values[codes[start + k]] - zero) * scale) * scale_2
@@ -124,17 +128,22 @@ def decode_codes(codes_ENK, values, zero_ENG, scale_ENG, scale_2_EN, out_ENK):  
 @compiled
 def unpack_fields(words_NW, num_bits, codes_NK):  # type: ignore[no-untyped-def]
     """Write the little-endian bit fields of each row of uint32 words: K = 32 W / num_bits codes, uint8."""
-    mask, width = np.uint64((1 << num_bits) - 1), np.uint64(num_bits)
+    mask = np.uint64((1 << num_bits) - 1)
+    width = np.uint64(num_bits)
     for n in range(words_NW.shape[0]):
-        words, codes = words_NW[n], codes_NK[n]
+        words = words_NW[n]
+        codes = codes_NK[n]
         if num_bits == 4:  # twice as fast as the general case
             for w in range(np.uint64(words.size)):
-                word, at = words[w], np.uint64(8) * w
+                word = words[w]
+                at = np.uint64(8) * w
                 for i in range(np.uint64(8)):
                     codes[at + i] = np.uint8(word & np.uint32(15))
                     word >>= np.uint32(4)
             continue
-        held, num_held, k = np.uint64(0), np.uint64(0), np.uint64(0)
+        held = np.uint64(0)
+        num_held = np.uint64(0)
+        k = np.uint64(0)
         for w in range(np.uint64(words.size)):
             held |= np.uint64(words[w]) << num_held
             num_held += np.uint64(32)

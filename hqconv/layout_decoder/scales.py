@@ -25,7 +25,9 @@ from hqconv.layout_decoder.layout_form import (
 )
 
 _ONE = 127  # 1.0 in e8m0, which fills up words of scales
-_MAX_FUSED_FP8, _MAX_FUSED_INT8 = 12, 3  # largest fused exponents; the smallest are 1 and 0
+# largest fused exponents; the smallest are 1 and 0
+_MAX_FUSED_FP8 = 12
+_MAX_FUSED_INT8 = 3
 
 
 # --- checks ------------------------------------------------------------------------------------------------
@@ -134,9 +136,8 @@ def _from_tensor_memory(stored: torch.Tensor) -> torch.Tensor:
     """Words of four groups; of 128 rows, row r is in word 4 (r % 32) + r / 32 (`mma/umma.cuh`,
     `store_weight_scales`)."""
     num_experts, words, _ = stored.shape
-    tiles = stored.view(
-        num_experts, words, -1, 32, 4, 4
-    )  # E, word, 128 rows, r % 32, r / 32, group
+    # E, word, 128 rows, r % 32, r / 32, group
+    tiles = stored.view(num_experts, words, -1, 32, 4, 4)
     return tiles.permute(0, 2, 4, 3, 1, 5).reshape(num_experts, -1, words * 4)
 
 
@@ -173,9 +174,8 @@ def _fused_padding(
     rows, groups = form.scale_shape(padded=False)
     expected = torch.full_like(scale, int(form.scale_dtype == FUSED_FP8))
     if form.scale_2_type == "tensor" and scale_2 is not None:
-        power = (
-            torch.frexp(float_values(scale_2, "F32"))[1].view(-1, 1, 1) + 127
-        )  # smallest exponent
+        # smallest exponent
+        power = torch.frexp(float_values(scale_2, "F32"))[1].view(-1, 1, 1) + 127
         expected[:] = ((_ONE - power).clamp(min=0) + 1).byte()
     expected[:, :rows] = scale[:, :rows, :groups].amax(2, keepdim=True)
     return expected
@@ -193,7 +193,8 @@ def decode_zero_point(
     if form.zero_kind == "int":
         stored = unpack_fields(stored, 4 if form.num_bits <= 4 else 8)
     zero = _unpermute_groups(stored)
-    rows, groups = form.shape[0], form.scale_shape(padded=False)[1]
+    rows = form.shape[0]
+    groups = form.scale_shape(padded=False)[1]
     checks.padding("zero_point", zero, (rows, groups), 0)
     inside = zero[:, :rows, :groups].contiguous()
     if form.zero_kind == "float":
@@ -244,7 +245,8 @@ def code_values(b_dtype: str, *, has_zero_point: bool) -> NDArray[np.float32]:
 
 def _small_floats(codes: Array, exponent_bits: int, mantissa_bits: int) -> NDArray[np.float32]:
     """Unsigned small floats, every code finite; without exponent bits the magnitude itself."""
-    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    exponent = codes >> mantissa_bits
+    mantissa = codes & ((1 << mantissa_bits) - 1)
     if exponent_bits == 0:
         return codes.astype(np.float32)
     bias = (1 << (exponent_bits - 1)) - 1
@@ -280,9 +282,8 @@ def _scale_values(dtype: str, device: torch.device) -> torch.Tensor:
         table[255] = np.nan
     elif dtype in (FUSED_FP8, FUSED_INT8):
         table = np.ldexp(np.float32(1), np.minimum(codes, 12) + (dtype == FUSED_INT8))
-    elif (
-        dtype == PADDED_E5M0
-    ):  # exponent 0 is zero for the kernels: there is no mantissa to be subnormal
+    elif dtype == PADDED_E5M0:
+        # exponent 0 is zero for the kernels: there is no mantissa to be subnormal
         table = np.where(codes >> 3 == 0, np.float32(0), np.ldexp(np.float32(1), (codes >> 3) - 15))
         table[codes >> 3 == 31] = np.inf
     else:

@@ -89,7 +89,8 @@ def layer_notices(
     stacks = {layer[1] for layer in layers if layer and "mtp" not in layer[1].split(".")}
     if num_layers is None or len(stacks) != 1:
         return []
-    stack, (key, count) = stacks.pop(), num_layers
+    stack = stacks.pop()
+    key, count = num_layers
     found = (_DECODER_LAYER.match(name) for name in names if name.startswith(f"{stack}."))
     indices = {int(layer[2]) for layer in found if layer and layer[1] == stack}
     counted = f"config.json counts {count} layers ({key})"
@@ -233,9 +234,11 @@ def function_changes(config: Config, original: Config) -> Iterator[tuple[str, An
 
     Keys that one of both lacks, and that have a usual value in the other, are left out.
     """
-    ours, theirs = _function_of(config), _function_of(original)
+    ours = _function_of(config)
+    theirs = _function_of(original)
     for key in sorted(ours.keys() | theirs.keys()):
-        found, expected = ours.get(key), theirs.get(key)
+        found = ours.get(key)
+        expected = theirs.get(key)
         is_usual = key not in ours.keys() & theirs.keys() and (found or expected) in _USUAL
         numbers = [value for value in (found, expected) if isinstance(value, int | float)]
         is_same = found == expected or (len(numbers) == 2 and math.isclose(*numbers, rel_tol=1e-6))

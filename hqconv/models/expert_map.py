@@ -95,7 +95,8 @@ class _LayerFinder:
         """Store a tensor whose name matches the family; return True if it was stored."""
         if name.startswith(self._start):
             word, _, ending = name[len(self._start) :].partition(".")
-            place, index = self._endings.get(ending), self._indices.get(word)
+            place = self._endings.get(ending)
+            index = self._indices.get(word)
             if place is not None and index is not None:
                 self._store(index, *place, ref)
                 return True
@@ -107,7 +108,8 @@ class _LayerFinder:
         if word is None:
             found.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
             return True
-        self._start, self._last = f"{layer}.", found
+        self._start = f"{layer}."
+        self._last = found
         self._indices[word] = int(word)
         self._endings[f"{projection}.{part}"] = (projection, part)
         self._store(int(word), projection, part, ref)
@@ -121,9 +123,14 @@ class _LayerFinder:
             check_once(self._start[:-1], ref, first)
             name = layer.projection_names.setdefault(role, projection)
             if name != projection:
-                what = "The experts of a layer have different names for a projection."
                 expected = f"{name}, as in the layer's other experts"
-                raise contradiction(what, ref.name, expected, projection, TWICE)
+                raise contradiction(
+                    "The experts of a layer have different names for a projection.",
+                    ref.name,
+                    expected,
+                    projection,
+                    TWICE,
+                )
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ class ExpertMap:
         dropped = {name: reason for name, reason in self.dropped.items() if name not in moved}
         return replace(self, converted={**self.converted, **moved}, dropped=dropped)
 
-    def with_linear(self, groups: Sequence[MoeLayer], left: Iterable[MoeLayer] = ()) -> ExpertMap:
+    def with_linear(self, groups: Sequence[MoeLayer], left: Iterable[MoeLayer]) -> ExpertMap:
         """Return the map with the weights of linear groups converted; those of `left` are copied, as all otherwise."""
         moved = {name: group.name for group in groups for name in group.tensor_names()}
         return replace(
@@ -173,12 +180,15 @@ class ExpertMap:
         layers_left = [layer for layer in self.layers if layer.name in names]
         for layer in layers_left:
             if layer.format.of("w2").encoding in KNOWN_BY_SOURCE:
-                what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
-                remedy = "Convert the original checkpoint."
-                raise RequestError(what, where=layer.name, remedy=remedy)
+                raise RequestError(
+                    "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files.",
+                    where=layer.name,
+                    remedy="Convert the original checkpoint.",
+                )
         if len(layers_left) == len(self.layers):
-            what = "All experts would be left as they are: nothing to convert."
-            raise RequestError(what, where="overrides")
+            raise RequestError(
+                "All experts would be left as they are: nothing to convert.", where="overrides"
+            )
         # Copied in full: tensors that a conversion would not need, such as scales of activations, are copied with them.
         within = tuple(f"{layer.name}." for layer in layers_left)
         moved = {name for name, layer in self.converted.items() if layer in names}
@@ -210,7 +220,8 @@ def map_experts(
         if ("expert" in name or "moe" in name) and looks_like_expert(name, len(ref.shape))
     ]
     choice = choose_family(candidates, config, text)
-    family, because = choice.family, choice.because
+    family = choice.family
+    because = choice.because
     text = family.config_values(text)
     candidates = [name for name in candidates if not name.startswith(family.other_models)]
     declared = declared_formats(quantization, text)
@@ -238,7 +249,9 @@ def map_experts(
 
     layers = []
     for name in sorted(found, key=lambda name: (indices[name], name)):
-        index, own_tensors = indices[name], found.pop(name)  # a layer has them in less memory
+        # a layer has them in less memory
+        index = indices[name]
+        own_tensors = found.pop(name)
         own_text = layer_config(family, index, text)
         facts = {
             "index": index,
@@ -279,8 +292,13 @@ def _check_one_module(layers: Iterable[str]) -> None:
     for name in layers:
         first = found.setdefault(decoder_layer(name), name)
         if first != name:
-            what = "A layer has its experts twice."
-            raise contradiction(what, name, "one module of experts", f"also {first}", TWICE)
+            raise contradiction(
+                "A layer has its experts twice.",
+                name,
+                "one module of experts",
+                f"also {first}",
+                TWICE,
+            )
 
 
 def _check_one_prefix(names: Iterable[str]) -> None:
@@ -290,11 +308,16 @@ def _check_one_prefix(names: Iterable[str]) -> None:
         stack = decoder_layer(name).rstrip(".").rpartition(".")[0]
         first = found.setdefault(without_wrappers(stack), name)
         if stack and not first.startswith(f"{stack}."):
-            what = "Layers of the decoder lie under two prefixes: a server loads those of one."
             remedy = (
                 "Rename the tensors to the names of the model's class, or save the model again."
             )
-            raise contradiction(what, name, "one prefix for all layers", f"also {first}", remedy)
+            raise contradiction(
+                "Layers of the decoder lie under two prefixes: a server loads those of one.",
+                name,
+                "one prefix for all layers",
+                f"also {first}",
+                remedy,
+            )
 
 
 def _names(layer: MoeLayer) -> Iterable[str]:

@@ -74,7 +74,7 @@ FUSED = fused_stacks("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Family:
-    """Tensor names and config keys of a model family.
+    """Tensor names and config keys of a model family; a row says what is not as in most families.
 
     `<layer>.<expert>.<projection>` is the module of one expert's matrix; its parts follow.
 
@@ -95,9 +95,9 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    modules: tuple[str, ...] = ()
-    projections: Mapping[str, str] = field(default_factory=dict, hash=False)
-    stacks: tuple[Stack, ...] = ()
+    modules: tuple[str, ...] = under_layers("mlp.experts")
+    projections: Mapping[str, str] = field(default_factory=GATE_UP_DOWN.copy, hash=False)
+    stacks: tuple[Stack, ...] = FUSED
     expert_stacks: tuple[Stack, ...] = ()
     activation: str = "silu"
     num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -106,12 +106,10 @@ class Family:
     intermediate_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
     activation_keys: tuple[str, ...] = ("hidden_act",)
     num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
-    pads_last_rank: bool = (
-        False  # where TP does not divide the experts, servers give the last rank less
-    )
-    zero_experts_keys: tuple[
-        str, ...
-    ] = ()  # routed to after the real experts, without weights of use
+    # where TP does not divide the experts, servers give the last rank less
+    pads_last_rank: bool = False
+    # routed to after the real experts, without weights of use
+    zero_experts_keys: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     layer_configs_key: str = ""
     other_models: tuple[str, ...] = ()
@@ -203,6 +201,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
+# Config keys of the number of experts and of their size that several families have.
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
+LOCAL_EXPERTS = ("num_local_experts", "num_experts")
+PLAIN_SIZE = ("intermediate_size",)
 
 # If several rows fit an unknown model_type equally well, the earlier row wins.
 FAMILIES: tuple[Family, ...] = (
@@ -219,9 +221,6 @@ FAMILIES: tuple[Family, ...] = (
             "bailing_moe_v2 bailing_hybrid bailing_moe_v3 llada2_moe sdar_moe xllm k2_horizon "
             "alice_ai interns1_pro interns1_pro_text lara_mini param2moe sarvam_moe"
         ),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         top_k_keys=("num_experts_per_tok", "num_experts_per_token"),
         intermediate_size_keys=("moe_intermediate_size", "expert_hidden_dim"),
         other_models=("talker.",),
@@ -236,17 +235,12 @@ FAMILIES: tuple[Family, ...] = (
             "mistral4 pangu_ultra_moe solar_open unlimited_ocr unlimited_ocr_text"
         ),
         modules=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # As deepseek; the published config says num_experts, which transformers' class translates.
         name="sarvam_mla",
         model_types=("sarvam_mla",),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_experts", "num_local_experts"),
     ),
     Family(
@@ -261,18 +255,14 @@ FAMILIES: tuple[Family, ...] = (
             "hy_v4_vl_text",
             "gigachat3_5",
         ),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         name="deepseek_v4",
         model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
         modules=under_layers("ffn.experts", "mtp.{layer}"),
         projections=W1_W3_W2,
-        stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # Mistral's own format: neither mlp nor ffn between the layer and its experts.
@@ -280,15 +270,11 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mistral_large4", "mistral_large4_text"),
         modules=under_layers("experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         name="ernie4_5_moe",
         model_types=("ernie4_5_moe",),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         num_experts_keys=("moe_num_experts",),
         top_k_keys=("moe_k",),
     ),
@@ -297,9 +283,6 @@ FAMILIES: tuple[Family, ...] = (
         # sizes its experts by intermediate_size, vLLM prefers moe_intermediate_size where there is one.
         name="hunyuan_v1_moe",
         model_types=("hunyuan_v1_moe", "hunyuan"),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         top_k_keys=("moe_topk",),
         intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
     ),
@@ -310,9 +293,6 @@ FAMILIES: tuple[Family, ...] = (
         name="longcat_flash",
         model_types=("longcat_flash", "longcat_flash_ngram"),
         architectures=("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         num_experts_keys=("n_routed_experts",),
         top_k_keys=("moe_topk",),
         intermediate_size_keys=("expert_ffn_hidden_size",),
@@ -322,19 +302,15 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="olmoe",
         model_types=("olmoe", "flex_olmo", "cohere2_moe"),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="mixtral",
         model_types=("mixtral", "phimoe", "minimax", "minimax_m2", "arctic"),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Dense layers have intermediate_size; Grok-2's model_type is another model's.
@@ -343,16 +319,17 @@ FAMILIES: tuple[Family, ...] = (
         architectures=("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
+        stacks=(),
         activation="gelu",
-        num_experts_keys=("num_local_experts", "num_experts"),
+        num_experts_keys=LOCAL_EXPERTS,
         intermediate_size_keys=("moe_intermediate_size", "intermediate_size"),
     ),
     Family(
         name="minicpm",
         model_types=("minicpm",),
-        modules=under_layers("mlp.experts"),
         projections=W1_W3_W2,
-        intermediate_size_keys=("intermediate_size",),
+        stacks=(),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # hidden_act says silu, but the experts' activation is fixed in the model's code. The text model is
@@ -361,10 +338,9 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text", "minimax_m3"),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -373,7 +349,6 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("kimi_linear",),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
         hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
     ),
@@ -383,15 +358,12 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("lfm2_moe",),
         modules=under_layers("feed_forward.experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
     ),
     Family(
         name="jamba",
         model_types=("jamba",),
         modules=under_layers("feed_forward.experts"),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # With moe_latent_size the experts work in a latent space: its size is their K and the down projection's N.
@@ -414,8 +386,6 @@ FAMILIES: tuple[Family, ...] = (
         # transformers 4 saved [E, in, out]; version 5 reads both by shape and saves [E, out, in].
         name="qwen3_vl_moe",
         model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=None),
     ),
     Family(
@@ -423,10 +393,9 @@ FAMILIES: tuple[Family, ...] = (
         name="llama4",
         model_types=("llama4", "llama4_text"),
         modules=under_layers("feed_forward.experts"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Transposed as floats only: the released blocks and scales are [E, out, …]. hidden_act says silu, the
@@ -435,26 +404,22 @@ FAMILIES: tuple[Family, ...] = (
         name="gpt_oss",
         pads_last_rank=True,
         model_types=("gpt_oss",),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True, interleaved=True),
         expert_stacks=(Stack("gate_up_proj", ("w1", "w3"), interleaved=True),),
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
+        num_experts_keys=LOCAL_EXPERTS,
         top_k_keys=("num_experts_per_tok", "experts_per_token"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
         # A gpt_oss whose gate and up are one after the other.
         name="openai_privacy_filter",
         model_types=("openai_privacy_filter",),
-        modules=under_layers("mlp.experts"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         activation="swigluoai",
-        num_experts_keys=("num_local_experts", "num_experts"),
-        intermediate_size_keys=("intermediate_size",),
+        num_experts_keys=LOCAL_EXPERTS,
+        intermediate_size_keys=PLAIN_SIZE,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -465,16 +430,15 @@ FAMILIES: tuple[Family, ...] = (
         stacks=fused_stacks("input_linear", "output_linear"),
         more_stacks=FUSED,
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="granitemoe_swa",
         model_types=("granitemoe_swa",),
         modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
-        stacks=FUSED,
         num_experts_keys=("num_local_experts",),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         name="gemma4",
@@ -488,8 +452,6 @@ FAMILIES: tuple[Family, ...] = (
         modules=under_layers(
             "experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"
         ),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
         activation="gelu_pytorch_tanh",
         top_k_keys=("top_k_experts",),
         activation_keys=("hidden_activation",),
@@ -533,7 +495,6 @@ FAMILIES: tuple[Family, ...] = (
             "step3 step3_text step3_vl step3p5 step3p7 step3p7_vl step3p7_text step5 step5_vl"
         ),
         modules=(*under_layers("moe"), *under_layers("moe.experts")),
-        projections=GATE_UP_DOWN,
         stacks=(
             Stack("gate_proj", ("w1",)),
             Stack("up_proj", ("w3",)),
@@ -546,9 +507,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="aria",
         model_types=("aria", "aria_text"),
-        modules=under_layers("mlp.experts"),
         more_stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc1", "fc2", transposed=True),
         num_experts_keys=("moe_num_experts",),
         top_k_keys=("moe_topk",),
@@ -562,7 +521,7 @@ FAMILIES: tuple[Family, ...] = (
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         more_stacks=FUSED,
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
     ),
     Family(
         # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know. Layers of
@@ -574,7 +533,7 @@ FAMILIES: tuple[Family, ...] = (
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         more_stacks=FUSED,
         activation="softcapped_swiglu",
-        num_experts_keys=("n_routed_experts", "num_local_experts"),
+        num_experts_keys=ROUTED_EXPERTS,
         activation_keys=OWN_ACTIVATION,
     ),
     Family(
@@ -583,9 +542,8 @@ FAMILIES: tuple[Family, ...] = (
         name="iquest_q1",
         model_types=("iquest_q1",),
         modules=under_layers("mlp.experts", "mtp_layers.{layer}.mtp_model_layer"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc", "proj"),
-        intermediate_size_keys=("intermediate_size",),
+        intermediate_size_keys=PLAIN_SIZE,
     ),
     Family(
         # Banks of experts, as many as num_blocks, each for several decoder layers: layer % num_blocks (sglang's
@@ -593,11 +551,11 @@ FAMILIES: tuple[Family, ...] = (
         name="interns2_mobius",
         model_types=("interns2_mobius", "interns2_mobius_text"),
         modules=(
-            *("model.language_model.meta_mlp.{layer}.experts", "model.meta_mlp.{layer}.experts"),
-            *("meta_mlp.{layer}.experts", "mtp.layers.{layer}.mlp.experts"),
+            "model.language_model.meta_mlp.{layer}.experts",
+            "model.meta_mlp.{layer}.experts",
+            "meta_mlp.{layer}.experts",
+            "mtp.layers.{layer}.mlp.experts",
         ),
-        projections=GATE_UP_DOWN,
-        stacks=FUSED,
     ),
     Family(
         # gelu(gate) * (up + 1), gate first; layers before moe.start_layer have two-dimensional weights of the same
@@ -606,7 +564,6 @@ FAMILIES: tuple[Family, ...] = (
         name="moondream3",
         model_types=("moondream3", "moondream3_text"),
         modules=("model.text.blocks.{layer}.mlp", "text.blocks.{layer}.mlp", "blocks.{layer}.mlp"),
-        projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc1", "fc2"),
         activation="gelu",
         num_experts_keys=("num_experts", "n_experts"),

@@ -52,9 +52,14 @@ class LayerTensors:
 def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
     """Check that a part of a projection is in one tensor: `first` is the tensor found before, maybe the same one."""
     if first is not ref:
-        what = f"An expert of {name} has a projection twice."
         expected = "gate and up apart or in one tensor"
-        raise contradiction(what, ref.name, expected, f"also {first.name}", TWICE)
+        raise contradiction(
+            f"An expert of {name} has a projection twice.",
+            ref.name,
+            expected,
+            f"also {first.name}",
+            TWICE,
+        )
 
 
 def build_layer(
@@ -73,7 +78,8 @@ def build_layer(
     Raises InputError, naming the tensor, if tensors and config contradict each other.
     """
     _check_one_form(found)
-    released, family = family, family.spelled(found.projection_names, found.stacks)
+    released = family
+    family = family.spelled(found.projection_names, found.stacks)
     count = _count(family, name, found, sizes)
     _check_counts(name, count, facts["top_k"])
     raw = (
@@ -152,11 +158,13 @@ def _single_slices(family: Family, name: str, found: LayerTensors) -> dict[str, 
         for expert, roles in sorted(found.experts.items()):
             if role not in roles:
                 missing = f"{name}.{expert}.{word}.weight"
-                what = "An expert lacks a projection."
-                raise contradiction(what, missing, "present", "no such tensor")
+                raise contradiction(
+                    "An expert lacks a projection.", missing, "present", "no such tensor"
+                )
         slices: dict[str, TensorSlice] = {}
         for part, ref in found.experts[0][role].items():
-            stack, view = family.expert_stack(ref.name, name), IDENTITY
+            stack = family.expert_stack(ref.name, name)
+            view = IDENTITY
             if stack:
                 index = stack.roles.index(role)
                 view = View(False, index, len(stack.roles), stack.interleaved)
@@ -173,8 +181,9 @@ def _stacked_slices(
     for stack in family.stacks:
         if stack.name not in found.stacks:
             where = f"{name}.{stack.name}"
-            what = "A layer lacks a stack of projections."
-            raise contradiction(what, where, "present", "no such tensor")
+            raise contradiction(
+                "A layer lacks a stack of projections.", where, "present", "no such tensor"
+            )
     if all(stack.transposed is not None for stack in family.stacks):
         return _stacked_as(family, found, False)
     ways = [_stacked_as(family, found, is_transposed) for is_transposed in (False, True)]
@@ -240,9 +249,10 @@ def _raw_headers(slices: Slices, count: int, role: str) -> dict[str, TensorSpec]
         try:
             shape = tensor.logical_shape(count)
         except ValueError as error:
-            what = "A fused tensor cannot be dealt to its experts."
             expected = f"{count} experts' {role}"
-            raise contradiction(what, tensor.template, expected, error) from None
+            raise contradiction(
+                "A fused tensor cannot be dealt to its experts.", tensor.template, expected, error
+            ) from None
         raw[part] = TensorSpec(tensor.template.format(expert=0), tensor.dtype, shape)
     return raw
 
@@ -367,13 +377,15 @@ def _find_input_scales(
     max_values: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
     for stack in family.stacks if found.stacks else ():
-        ref, gemm = found.stacks.get(stack.name, {}).get(part), GEMM_OF[stack.roles[0]]
+        ref = found.stacks.get(stack.name, {}).get(part)
+        gemm = GEMM_OF[stack.roles[0]]
         if ref is not None:
             scales.setdefault(gemm, []).append(ref)
             max_values[gemm] = count * len(stack.roles)
     for expert, roles in sorted(found.experts.items()):
         for role, word in family.projections.items():
-            gemm, ref = GEMM_OF[role], roles[role].get(part)
+            gemm = GEMM_OF[role]
+            ref = roles[role].get(part)
             max_values[gemm] = 1
             if ref is None:
                 missing.setdefault(gemm, []).append(f"{name}.{expert}.{word}.{part}")
@@ -396,8 +408,10 @@ def _check_one_form(found: LayerTensors) -> None:
     if found.experts and found.stacks:
         single = next(iter(next(iter(next(iter(found.experts.values())).values())).values()))
         stack = next(iter(next(iter(found.stacks.values())).values()))
-        what, expected = "A layer has its experts twice.", "single or fused experts"
-        raise contradiction(what, single.name, expected, f"also {stack.name}", TWICE)
+        expected = "single or fused experts"
+        raise contradiction(
+            "A layer has its experts twice.", single.name, expected, f"also {stack.name}", TWICE
+        )
 
 
 def _check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
@@ -407,9 +421,11 @@ def _check_indices(name: str, experts: Mapping[int, object], count: Size | None)
     if missing is None and len(experts) == expected:
         return
     if missing is None:
-        what, where = "A layer has too many experts.", f"{name}.{max(experts)}"
+        what = "A layer has too many experts."
+        where = f"{name}.{max(experts)}"
     else:
-        what, where = "The experts of a layer are not complete.", f"{name}.{missing}"
+        what = "The experts of a layer are not complete."
+        where = f"{name}.{missing}"
     source = f" ({count[0]} in config.json)" if count else ""
     raise contradiction(
         what, where, f"experts 0..{expected - 1}{source}", f"{len(experts)} experts"
@@ -419,11 +435,16 @@ def _check_indices(name: str, experts: Mapping[int, object], count: Size | None)
 def _check_counts(name: str, count: int, top_k: int) -> None:
     """Check that the layer has experts, and no fewer than serve a token."""
     if not 0 < count <= MAX_COUNT:
-        what = "A layer has too many experts, or none."
-        raise contradiction(what, name, f"1 to {MAX_COUNT}", count)
+        raise contradiction(
+            "A layer has too many experts, or none.", name, f"1 to {MAX_COUNT}", count
+        )
     if top_k > count > 1:  # a single expert serves every token, whatever the config says
-        what = "More experts serve a token than a layer has."
-        raise contradiction(what, name, f"at most {count} experts per token", top_k)
+        raise contradiction(
+            "More experts serve a token than a layer has.",
+            name,
+            f"at most {count} experts per token",
+            top_k,
+        )
 
 
 def _check_one_format(
@@ -442,8 +463,10 @@ def _check_one_format(
         is_same = fmt.format == resolved["w2"].format and describe(role) == describe("w2")
         if declared[role] == declared["w2"] and not is_same:
             where = headers[role][fmt.used["weight"]].name
-            what, expected = "A layer mixes formats.", f"{describe('w2')} as its w2"
-            raise contradiction(what, where, expected, describe(role), _ONE_FORMAT)
+            expected = f"{describe('w2')} as its w2"
+            raise contradiction(
+                "A layer mixes formats.", where, expected, describe(role), _ONE_FORMAT
+            )
 
 
 def _check_cuts(role: str, slices: Slices, source: SourceFormat, count: int, inner: int) -> None:
@@ -456,9 +479,13 @@ def _check_cuts(role: str, slices: Slices, source: SourceFormat, count: int, inn
         view = part.view
         groups = [size for size in (source.group_n, source.group_k) if size]
         if part.is_flat and name == "scale" and any(inner % size for size in groups):
-            what = "A scale of a flat stack serves two experts."
             expected = f"groups that divide {inner} rows"
-            raise contradiction(what, part.template, expected, source.describe())
+            raise contradiction(
+                "A scale of a flat stack serves two experts.",
+                part.template,
+                expected,
+                source.describe(),
+            )
         whole = View(transposed=view.transposed).shape(part.share(count))
         num_rows = whole[0] if whole else 1
         # One number for each projection: a scale of its own, or its second scale.
@@ -470,11 +497,15 @@ def _check_cuts(role: str, slices: Slices, source: SourceFormat, count: int, inn
         rows_per_row = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}
         run = rows_per_row.get(name, 0)
         if view.interleaved or not run or inner % run:
-            what = "A fused tensor's rows belong to several of its projections."
             expected = (
                 f"one row, or rows that are all of one projection, as {inner} rows of {role} are"
             )
-            raise contradiction(what, part.template, expected, list(part.shape))
+            raise contradiction(
+                "A fused tensor's rows belong to several of its projections.",
+                part.template,
+                expected,
+                list(part.shape),
+            )
 
 
 def _check_alike(expert: int, roles: Mapping[str, TensorRefs], raw: Mapping[str, Slices]) -> None:
@@ -482,13 +513,19 @@ def _check_alike(expert: int, roles: Mapping[str, TensorRefs], raw: Mapping[str,
     for role, slices in raw.items():
         refs = roles[role]
         for part in (*refs, *slices):
-            ref, first = refs.get(part), slices.get(part)
+            ref = refs.get(part)
+            first = slices.get(part)
             if part in UNUSED_PARTS or (ref and first and _is_alike(part, ref, first)):
                 continue
             where = first.template.format(expert=expert) if first else refs[part].name
-            what = "An expert's tensors are not like those of expert 0."
             remedy = _ONE_FORMAT if ref else REMEDY
-            raise contradiction(what, where, _form(first), _form(ref), remedy)
+            raise contradiction(
+                "An expert's tensors are not like those of expert 0.",
+                where,
+                _form(first),
+                _form(ref),
+                remedy,
+            )
 
 
 def _form(tensor: TensorRef | TensorSlice | None) -> str:

@@ -87,7 +87,8 @@ class LinearGroup(MoeLayer):
 
     def rank_shape(self, tp: int, num_kv_heads: int | None) -> tuple[int, int]:
         """Return [out, in] of the server's layer on a tensor parallel rank, whose keys and values are whole heads."""
-        rows, columns = self.intermediate_size, self.hidden_size
+        rows = self.intermediate_size
+        columns = self.hidden_size
         name = self.name.rpartition(".")[2]
         if name in BY_COLUMNS:
             return rows, columns // tp

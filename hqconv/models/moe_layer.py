@@ -121,7 +121,8 @@ class TensorSlice:
         if not self.is_stacked:
             if self.view == IDENTITY:
                 return tensor
-            num_experts, expert = 1, 0
+            num_experts = 1
+            expert = 0
         elif self._is_for_all(num_experts):
             return tensor._replace(shape=())
         shape = self.share(num_experts)
@@ -145,7 +146,8 @@ class TensorSlice:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> TensorSlice:
         """Read a slice from `to_dict`'s document. Raises KeyError, TypeError or ValueError for any other document."""
-        view, shape = View(**document["view"]), tuple(int(size) for size in document["shape"])
+        view = View(**document["view"])
+        shape = tuple(int(size) for size in document["shape"])
         part = cls(**{**document, "view": view, "shape": shape})
         if part.to_dict() != document or {"{", "}"}.intersection(
             part.template.replace("{expert}", "")
@@ -354,7 +356,8 @@ class RawLayout:
     """
 
     def __init__(self, layer: MoeLayer, experts: Sequence[int]) -> None:
-        self.layer, self.experts = layer, experts
+        self.layer = layer
+        self.experts = experts
         self.ranges: list[tuple[TensorRef, int]] = []
         self.starts: dict[tuple[int, int], int] = {}
         self.stacks: dict[tuple[str, str], int] = {}
@@ -422,11 +425,13 @@ class RawExperts:
 
     def stack(self, role: str) -> torch.Tensor | None:
         """View a projection's weights of all experts as [E, …], without a copy; None if they are not one run."""
-        layer, experts = self.layout.layer, self.layout.experts
+        layer = self.layout.layer
+        experts = self.layout.experts
         start = self.layout.stacks.get((role, "weight"))
         if start is None or not layer.slices[role]["weight"].is_run:
             return None
-        num_experts, ref = len(experts), layer.sources[experts[0]][role]["weight"]
+        num_experts = len(experts)
+        ref = layer.sources[experts[0]][role]["weight"]
         return _typed(self.buffer[start : start + num_experts * ref.num_bytes], ref, (num_experts,))
 
 

@@ -37,15 +37,11 @@ INPUT_SCALE = re.compile(r"(?:^|[._])(?:input|activation|output)_(?:global_)?sca
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One weight file: its name relative to the root, and facts that show a change.
-
-    mtime_ns: 0 for a file of a Hub repo, which its commit identifies.
-    """
+    """One weight file: its name relative to the root, and facts that show a change."""
 
     name: str
     size_bytes: int
     header_sha256: str
-    mtime_ns: int
 
 
 class ReferenceTensor(NamedTuple):
@@ -61,17 +57,14 @@ class SourceReference(Protocol):
 
     def tensor(self, name: str) -> ReferenceTensor | None:
         """Return a tensor beside the experts; None where nothing in the files has its values."""
-        ...
 
     def lost(
         self, copied: Collection[str], converted: Collection[str], dropped: Collection[str]
     ) -> Iterable[str]:
         """Return the tensors of the files that an artifact with these accounts has lost."""
-        ...
 
     def is_projection(self, role: str, tensor: str, index: int) -> bool:
         """Return whether a role's matrices are entry `index` of the projections in a tensor of the files."""
-        ...
 
 
 class SourceHeaders(Protocol):
@@ -100,7 +93,6 @@ class SourceHeaders(Protocol):
 
     def map_experts(self) -> ExpertMap:
         """Map the experts, and every tensor to its use. Raises RequestError or InputError for unclear tensors."""
-        ...
 
 
 class SourceBytes(Protocol):
@@ -114,11 +106,9 @@ class SourceBytes(Protocol):
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fill all of `buffer` with a tensor's bytes from byte `start` on. Raises InputError."""
-        ...
 
     def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
         """Fill each buffer with all bytes of its tensor; adjoining ranges are read by one call. Raises InputError."""
-        ...
 
     def read_expert(
         self,
@@ -132,11 +122,9 @@ class SourceBytes(Protocol):
 
         With `raw` nothing is read from files; the result may hold views of it.
         """
-        ...
 
     def reference(self) -> SourceReference | None:
         """Return the reference for `read_into`; None where it gives what the files hold."""
-        ...
 
 
 class SourceFiles(Protocol):
@@ -151,7 +139,6 @@ class SourceFiles(Protocol):
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine; else it is read from the Hub, range by range."""
-        ...
 
     def fetch(
         self,
@@ -164,11 +151,9 @@ class SourceFiles(Protocol):
         check: called between pieces of a download, see `hub.fetch_file`. into: the folder for the files; None for the
         Hub cache.
         """
-        ...
 
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed."""
-        ...
 
 
 class Source(SourceHeaders, SourceBytes, SourceFiles, Protocol):
@@ -183,7 +168,6 @@ class Source(SourceHeaders, SourceBytes, SourceFiles, Protocol):
 
     def close(self) -> None:
         """Close the files; no read may be under way, and none may follow."""
-        ...
 
 
 def read_rows(source: Source, ref: TensorRef, num_values: int) -> Iterator[torch.Tensor]:
@@ -236,7 +220,8 @@ class DenseTensors:
         layers: Iterable[MoeLayer] | None,
         max_weights: int,
     ) -> None:
-        self.source, self.max_weights = source, max_weights
+        self.source = source
+        self.max_weights = max_weights
         self.places = None if layers is None else {decoder_layer(layer.name) for layer in layers}
         self.is_decoded = source.reference() is not None  # from GGUF
         self.modules: dict[str, dict[str, TensorRef]] = {}

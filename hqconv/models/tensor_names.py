@@ -126,9 +126,12 @@ def name_pattern(family: Family, *, as_released: bool = False) -> re.Pattern[str
 
     as_released: of the released names alone. Equal rows share one pattern.
     """
-    modules, projections, stacks = family.paths, _projection_names(family), family.stacks
+    modules = family.paths
+    projections = _projection_names(family)
+    stacks = family.stacks
     if as_released:
-        modules, projections = family.modules, tuple(family.projections.values())
+        modules = family.modules
+        projections = tuple(family.projections.values())
     else:
         stacks = (*stacks, *family.more_stacks)
     singles = (*projections, *(stack.name for stack in family.expert_stacks))
@@ -148,7 +151,8 @@ def _name_pattern(
     part_names: tuple[str, ...],
 ) -> re.Pattern[str]:
     paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in modules)
-    names, part = _any_of(projections), _any_of(sorted(part_names, key=len, reverse=True))
+    names = _any_of(projections)
+    part = _any_of(sorted(part_names, key=len, reverse=True))
     single = rf"(?P<expert>{INDEX})\.(?P<projection>{names})\.(?P<part>{part})"
     fused = rf"|(?P<stack>{_any_of(stacks)})(?:[._](?P<stack_part>{part}))?" if stacks else ""
     return re.compile(rf"(?P<block>{paths})\.(?:{single}{fused})")
@@ -260,7 +264,8 @@ def header_faults(
     modules: Iterable[Mapping[str, TensorRef]], text: Config
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield copied tensors, by module and part, whose dtype or shape cannot be: name, what, expected, found."""
-    hidden, vocabulary = text.get("hidden_size"), text.get("vocab_size")
+    hidden = text.get("hidden_size")
+    vocabulary = text.get("vocab_size")
     for parts in modules:
         is_quantized = any("scale" in part for part in parts)
         for ref in (parts[part] for part in ("weight", "bias") if part in parts):
@@ -351,9 +356,11 @@ def check_routers(
     known, only the families of the table are refused.
     """
     moe_layers = {decoder_layer(layer.name): layer for layer in layers}
-    routed, whole = set[str](), set[str]()
+    routed = set[str]()
+    whole = set[str]()
     for name in copied:
-        place, shape = decoder_layer(name), tensors[name].shape
+        place = decoder_layer(name)
+        shape = tensors[name].shape
         layer = moe_layers.get(place)
         if layer is None:
             continue

@@ -88,7 +88,8 @@ class Calibration:
         Raises as `read_text`, and RequestError for a text of less than two tokens.
         """
         assert self.path is not None
-        transformers, option = import_transformers(_NEEDS), "--calibrate"
+        transformers = import_transformers(_NEEDS)
+        option = "--calibrate"
         source.fetch(source.sidecar_files.names)  # the tokenizer's among them
         with quiet_loading(transformers), folder_of(source) as folder:
             place = str(source.place)
@@ -117,7 +118,8 @@ class Calibration:
             )
 
 
-_NUM_LINES, _HASH = 128, 8  # of a sketch; hexadecimal digits of a line's hash
+_NUM_LINES = 128  # of a sketch
+_HASH = 8  # hexadecimal digits of a line's hash
 
 
 def _line_hashes(text: str) -> set[str]:
@@ -165,10 +167,8 @@ class CalibrationText:
         # A Path, or ./builtin, is a user's own file.
         path = BUILTIN_TEXT if text == BUILTIN else Path(text)
         try:
-            found, is_large = (
-                found_at(path),
-                path.is_file() and path.stat().st_size > MAX_TEXT_BYTES,
-            )
+            found = found_at(path)
+            is_large = path.is_file() and path.stat().st_size > MAX_TEXT_BYTES
         except OSError as error:
             raise _unreadable(path, error) from error
         if found is not None:

@@ -17,8 +17,21 @@ from hqconv.models.linear_layers import BY_COLUMNS, READ_IN
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
-from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import text_config
+from hqconv.schemas.artifact_names import (
+    CARD,
+    CHECKPOINT,
+    CONFIG,
+    DENSE_CONFIG,
+    EXPERTS_FOLDER,
+    GEMMS,
+    INDEX,
+    JOURNAL,
+    KERNEL,
+    MANIFEST,
+    PARTIAL,
+    SUMS,
+    text_config,
+)
 from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import PACK_UNIT, Grid, check_grid
 from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
@@ -26,20 +39,14 @@ from hqconv.schemas.tensors import FLOATS, TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
-_TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
+_TWO_LEVELS = "static_tensor_dynamic_group"
+_OF_TWO_LEVELS = "float4e2m1"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
-_BATCH, _READERS = (
-    256,
-    16,
-)  # scales of a read, and reads at once: a file system far away answers late
-_MAX_NAME, _MAX_PATH = (
-    255,
-    3072,
-)  # bytes, of most file systems; of a path with room for that of the output
-_OURS = (
-    *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST),
-    *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
-)
+_BATCH = 256  # scales of a read
+_READERS = 16  # reads at once: a file system far away answers late
+_MAX_NAME = 255  # bytes, of most file systems
+_MAX_PATH = 3072  # bytes, with room for the path of the output
+_OURS = (CONFIG, INDEX, MANIFEST, JOURNAL, CARD, SUMS)
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
@@ -56,22 +63,23 @@ def check_request(
     for layer_spec in specs:
         for kernel_spec in layer_spec.each:
             _check_scales(kernel_spec)
-        if spec.layout == artifact_names.KERNEL:
+        if spec.layout == KERNEL:
             _check_layer_spec(layer_spec)
-    if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
-        what, remedy = (
-            "The checkpoint layout has one schema for all layers.",
-            "Use --layout kernel.",
-        )
+    if spec.layout == CHECKPOINT and spec.of_layers:
         found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in specs)
-        raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
-    if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
+        raise RequestError(
+            "The checkpoint layout has one schema for all layers.",
+            where="--layout checkpoint",
+            found=found,
+            remedy="Use --layout kernel.",
+        )
+    if spec.layout == CHECKPOINT and spec.grid != Grid():
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
             where="--layout checkpoint",
             remedy="Leave out --tp, --tp-split, --ep, --expert-placement and --redundant-experts.",
         )
-    if spec.layout == artifact_names.CHECKPOINT:
+    if spec.layout == CHECKPOINT:
         _check_left(experts.left)
     for layer in experts.layers:
         _check_sizes(layer, spec, heads)
@@ -91,7 +99,7 @@ def check_dense(source: Source, spec: ConversionSpec) -> None:
     """Raise RequestError where linear layers beside the experts cannot have the schemas that are asked for."""
     config = source.config
     model_type = config.get("model_type")
-    is_dense = artifact_names.DENSE_CONFIG in (source.quantization or {})
+    is_dense = DENSE_CONFIG in (source.quantization or {})
     if is_dense or source.reference() is not None:
         raise RequestError(
             "Of this source no layers beside the experts can be quantized.",
@@ -120,7 +128,7 @@ def check_dense(source: Source, spec: ConversionSpec) -> None:
                 expected="a schema such as int8, fp8 or int4-g32",
                 found=f"{ENGINE.release}: {reason}",
             )
-        if spec.layout == artifact_names.KERNEL:
+        if spec.layout == KERNEL:
             _check_layer_spec(layer_spec)
 
 
@@ -134,7 +142,7 @@ def is_whole(group: MoeLayer, schema: WeightSchema, tp: int = 1) -> bool:
 
 def _check_dense_ranks(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse tensor parallel sizes that cut a scale group of a linear layer."""
-    tp = ENGINE.attention_tp(spec.grid) if spec.layout == artifact_names.KERNEL else 1
+    tp = ENGINE.attention_tp(spec.grid) if spec.layout == KERNEL else 1
     for group in experts.linear:
         schema = spec.layer_spec_of(group.name).schema.of("w13")
         is_dealt = group.name.rpartition(".")[2] in BY_COLUMNS
@@ -241,13 +249,11 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
             spec.grid,
             pads_last_rank=layer.pads_last_rank,
             is_served=lambda tp: is_served_with(tp, heads),
-            can_split=spec.layout == artifact_names.KERNEL
+            can_split=spec.layout == KERNEL
             and ENGINE.inner_obstacle(layer.intermediate_size, spec.grid) is None,
         )
     except RequestError as error:
-        of_blocks = [
-            gemm for gemm in artifact_names.GEMMS if schema.of(gemm).weight_scale_type == "block"
-        ]
+        of_blocks = [gemm for gemm in GEMMS if schema.of(gemm).weight_scale_type == "block"]
         formats = [(layer.format.of_gemm(gemm), schema.of(gemm)) for gemm in of_blocks]
         if not formats or any(
             why_not_direct(source, one, spec.param_dtype) for source, one in formats
@@ -275,9 +281,12 @@ def _check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
 
 def _check_static(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
     where = f"input schema {kernel_spec.inputs.name}"
-    if spec.layout == artifact_names.CHECKPOINT:
-        what = f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts."
-        raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
+    if spec.layout == CHECKPOINT:
+        raise RequestError(
+            f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts.",
+            where=where,
+            remedy=f"Use --layout kernel. {_DYNAMIC}",
+        )
     if kernel_spec.schema.rotation:
         raise RequestError(
             "Static activation scales were measured before activations are rotated: they would be wrong.",
@@ -290,7 +299,7 @@ def _check_static(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
 
 def _check_source_scales(layer: MoeLayer, inputs: InputSchema) -> None:
     scales = layer.input_scales
-    lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
+    lacking = next((gemm for gemm in GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
         raise RequestError(
             "The source has no static activation scales.",
@@ -332,7 +341,8 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
     scales = list(_matrix_scales(source, layers))
     if all(stored == 0 for *_, stored in scales):
         return ()  # files without data so far: headers alone are planned, and decoding refuses them
-    zeros, wrong = [], []
+    zeros = []
+    wrong = []
     for layer, ref, divides, stored in scales:
         is_zero, is_infinite = (
             (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
@@ -372,10 +382,8 @@ def _matrix_scales(
             if part in layer.slices[role]
         ]
         for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
-            divides, is_stacked = (
-                layer.format.of(role).divides(part),
-                layer.slices[role][part].is_stacked,
-            )
+            divides = layer.format.of(role).divides(part)
+            is_stacked = layer.slices[role][part].is_stacked
             for expert, of_role in enumerate(layer.sources):
                 ref = of_role[role][part]
                 name = f"{ref.name}, expert {expert}" if is_stacked else ref.name
@@ -398,7 +406,8 @@ def _matrix_scales(
 
 def _is_of_matrices(layer: MoeLayer, role: str, part: str) -> bool:
     """Return whether a part is one number for a matrix, maybe beside that of gate or up."""
-    ref, fmt = layer.sources[0][role][part], layer.format.of(role)
+    ref = layer.sources[0][role][part]
+    fmt = layer.format.of(role)
     most = 2 if part == "scale_2" or fmt.group_n == fmt.group_k == 0 else 1
     return ref.dtype in FLOATS and 1 <= math.prod(ref.shape) <= most
 
@@ -412,7 +421,7 @@ def _numbers(data: bytearray, dtype: str) -> tuple[float, ...]:
 
 def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
-    if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
+    if spec.layout != CHECKPOINT or checkpoint.quantization is None:
         return
     refs = (checkpoint.tensors[name] for name in experts.copied)
     quantized = next(
@@ -434,37 +443,30 @@ def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], la
     planned: the files of tensors. Raises InputError that names the file.
     """
     names = list(other_files)
-    taken = {
-        *planned,
-        *_OURS,
-        *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names)),
-    }
+    taken = {*planned, *_OURS, *(name + PARTIAL for name in (*planned, *_OURS, *names))}
     # A folder may not lie where any file comes, and a file not where the artifact's folders come.
     folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
     for path in names:
         above = {folder.as_posix() for folder in Path(path).parents}
-        is_theirs = (
-            layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
-        )
+        is_theirs = layout == KERNEL and path.split("/")[0] == EXPERTS_FOLDER
         if path in taken or path in folders or above & taken or is_theirs:
-            what, expected = (
+            raise InputError(
                 "A file of the source has a name that the artifact needs.",
-                "another name",
+                where=path,
+                expected="another name",
+                remedy="Rename the file, or leave it out of the source.",
             )
-            remedy = "Rename the file, or leave it out of the source."
-            raise InputError(what, where=path, expected=expected, remedy=remedy)
         _check_length(path)
 
 
 def _check_length(path: str) -> None:
-    longest = max(len(part.encode()) for part in Path(path + artifact_names.PARTIAL).parts)
+    longest = max(len(part.encode()) for part in Path(path + PARTIAL).parts)
     for num_bytes, most in ((longest, _MAX_NAME), (len(path.encode()), _MAX_PATH)):
         if num_bytes > most:
-            what, expected = (
-                "The name of a file of the source is too long.",
-                f"at most {most} bytes",
-            )
-            found = f"{num_bytes} bytes, with {artifact_names.PARTIAL} while it is written"
             raise InputError(
-                what, where=path, expected=expected, found=found, remedy="Rename the file."
+                "The name of a file of the source is too long.",
+                where=path,
+                expected=f"at most {most} bytes",
+                found=f"{num_bytes} bytes, with {PARTIAL} while it is written",
+                remedy="Rename the file.",
             )

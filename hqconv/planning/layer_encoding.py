@@ -50,9 +50,8 @@ from hqconv.schemas.weight_schema import (
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 4
-CALIBRATION_VERSION = (
-    3  # of the results of gptq (`calibration/gptq`): raised by every change of them
-)
+# of the results of gptq (`calibration/gptq`): raised by every change of them
+CALIBRATION_VERSION = 3
 
 
 def quantizer_version(quantizer: str) -> int:
@@ -191,10 +190,10 @@ class GemmEncoding:
     param_dtype: str
     options: EncodingOptions
     conversion: str
-    must_be_direct: bool = False
-    takes_powers_of_two: bool = False
-    is_coded: bool = False
-    is_permuted: bool = False
+    must_be_direct: bool
+    takes_powers_of_two: bool
+    is_coded: bool
+    is_permuted: bool
 
     @property
     def quantizer(self) -> str:
@@ -281,9 +280,11 @@ def encoding_of(
     is_exact = layer.is_linear and schema.of("w13").num_bits >= _EXACT_BITS
     if is_exact and options.quantizer == GPTQ:
         options = replace(options, quantizer=RTN, calibration=None)
-    inner, of_gemms = stored_size(layer.intermediate_size, schema), {}
+    inner = stored_size(layer.intermediate_size, schema)
+    of_gemms = {}
     for gemm in GEMMS:
-        source, one = layer.format.of_gemm(gemm), schema.of(gemm)
+        source = layer.format.of_gemm(gemm)
+        one = schema.of(gemm)
         of_gemms[gemm] = GemmEncoding(
             one,
             param_dtype,
@@ -294,7 +295,8 @@ def encoding_of(
             not layer.format.is_float,
             source.is_permuted,
         )
-    tall, wide = (inner, layer.hidden_size), (layer.hidden_size, inner)
+    tall = (inner, layer.hidden_size)
+    wide = (layer.hidden_size, inner)
     if layer.is_linear:
         return LayerEncoding(**of_gemms, shapes={role: layer.shape(role) for role in layer.roles})
     return LayerEncoding(
@@ -317,10 +319,13 @@ def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
 
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
-_DEFAULTS, _ROUNDED = EncodingOptions(), EncodingOptions(round_scales=True)
+_DEFAULTS = EncodingOptions()
+_ROUNDED = EncodingOptions(round_scales=True)
 _EXACT_BITS = 8  # of linear layers that a calibration does not make better
 _MAX_BLOCK = 128  # of scales that serve whole matrices
-_MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
+# what the kernel can load
+_MIN_BLOCK_N = 64
+_MIN_BLOCK_K = 16
 
 
 def source_schemas(
@@ -340,7 +345,8 @@ def source_schemas(
     found: dict[str, LayerSchema] = {}
     of_kind: dict[tuple[object, ...], WeightSchema] = {}
     for layer in layers:
-        choice, own = choices.get(layer.name, LayerChoice()), {}
+        choice = choices.get(layer.name, LayerChoice())
+        own = {}
         if choice.w13 is not None and choice.w2 is not None:
             continue
         for gemm, chosen in zip(GEMMS, (choice.w13, choice.w2), strict=True):
@@ -394,7 +400,7 @@ def _source_schema(
 
 
 def _keeping(
-    layer: MoeLayer, source: SourceFormat, param_dtype: str, grid: Grid, round_scales: bool = False
+    layer: MoeLayer, source: SourceFormat, param_dtype: str, grid: Grid, round_scales: bool
 ) -> tuple[WeightSchema | None, str]:
     """Return the closest schema that keeps a GEMM's format when it is cut for the ranks, or None and the reason."""
     obstacle = "" if source.b_dtype else "no kernel reads codes of this kind"
@@ -430,7 +436,8 @@ def named(schema: WeightSchema) -> WeightSchema:
 
     8-bit scales without a second one keep the name `source`, which manifests had before there was a shorthand of them.
     """
-    known, shorthand = [*PRESETS.values()], shorthand_of(schema)
+    known = [*PRESETS.values()]
+    shorthand = shorthand_of(schema)
     if shorthand and (
         schema.bs_dtype in (None, *PARAM_DTYPES) or schema.weight_scale_2_type != "none"
     ):
@@ -476,7 +483,8 @@ def own_schema_text(
     experts: ExpertMap, param_dtype: str, options: EncodingOptions = _ROUNDED
 ) -> str:
     """Describe the schema of `source`, with numbers of layers where they differ; "" where it is refused."""
-    dtype, left = source_param_dtype(experts) or param_dtype, plain_layers(experts)
+    dtype = source_param_dtype(experts) or param_dtype
+    left = plain_layers(experts)
     kept = [layer for layer in experts.layers if layer.name not in left]
     try:
         own = source_schemas(kept, dtype, Grid(), options)

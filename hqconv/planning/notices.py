@@ -20,9 +20,8 @@ from hqconv.models.source_protocol import Source
 from hqconv.models.tensor_names import decoder_layer, is_router, without_wrappers
 from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec, DenseSchemas
-from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import text_config
-from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
+from hqconv.schemas.artifact_names import CARD, CHECKPOINT, KERNEL, text_config
+from hqconv.schemas.engine import ENGINE, AttentionHeads
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.options import RTN
@@ -42,15 +41,14 @@ _COUNTED = (
     ),
     ("shared experts", ("n_shared_experts", "num_shared_experts"), re.compile("share")),
 )
-_FEW_PER_EXPERT, _FEW_IN_CONTEXT = 256, 256  # tokens of a calibration
+# tokens of a calibration
+_FEW_PER_EXPERT = 256
+_FEW_IN_CONTEXT = 256
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 
 
 def request_warnings(
-    experts: ExpertMap,
-    spec: ConversionSpec,
-    config: Mapping[str, Any],
-    heads: AttentionHeads = NO_HEADS,
+    experts: ExpertMap, spec: ConversionSpec, config: Mapping[str, Any], heads: AttentionHeads
 ) -> tuple[str, ...]:
     """Return warnings about a request that converts, but runs badly or loses what another option would keep.
 
@@ -58,7 +56,7 @@ def request_warnings(
     """
     warnings = _search_warnings(experts, spec)
     warnings += _activation_warnings(experts)
-    if spec.layout == artifact_names.CHECKPOINT:
+    if spec.layout == CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
     else:
         counts = [layer.num_experts for layer in experts.layers]
@@ -77,7 +75,7 @@ def request_warnings(
         one for layer in experts.layers for one in spec.layer_spec_of(layer.name).each
     )
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
-    if spec.layout == artifact_names.KERNEL:
+    if spec.layout == KERNEL:
         warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
     warnings += _missing_scales(experts, spec)
     if spec.encoding.calibration is not None and (rounded := draft_layers(experts, config)):
@@ -187,7 +185,10 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
         )
     beside = checkpoint.sidecar_files
     if not has_tokenizer((*beside.names, *beside.generated)):
-        notices.append(no_tokenizer("source"))
+        notices.append(
+            "the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
+            "into the folder of the weights and use the folder, or start the server with --tokenizer."
+        )
     return notices
 
 
@@ -195,7 +196,8 @@ def loader_notices(checkpoint: Source, experts: ExpertMap) -> Iterator[tuple[str
     """Yield what a server's loader does not expect, or misses: its kind in docs/check.md, where, and the text."""
     for what in _unkept_promises(checkpoint):
         yield "missing", "", what
-    names, layer = checkpoint.config.get("architectures"), experts.layers[0].name
+    names = checkpoint.config.get("architectures")
+    layer = experts.layers[0].name
     class_name = str(names[0]) if isinstance(names, list) and names else ""
     is_multimodal = class_name.endswith("ForConditionalGeneration")
     is_wrapped = without_wrappers(layer) not in (layer, layer.removeprefix("model."))
@@ -237,7 +239,8 @@ def loader_notices(checkpoint: Source, experts: ExpertMap) -> Iterator[tuple[str
 
 def _unkept_promises(checkpoint: Source) -> Iterator[str]:
     """Yield what config.json counts, or every model has, and no tensor is named."""
-    text, tensors = text_config(checkpoint.config), checkpoint.tensors
+    text = text_config(checkpoint.config)
+    tensors = checkpoint.tensors
     for what, keys, names in _COUNTED:
         counts = [text.get(key) for key in keys]
         is_counted = any(isinstance(count, int) and count > 0 for count in counts)
@@ -258,7 +261,8 @@ def _halves_notices(experts: ExpertMap) -> list[str]:
 
     llm-compressor did so until its pull request 3100; names and shapes are those of a right cut.
     """
-    family, layer = BY_NAME.get(experts.family), experts.layers[0]
+    family = BY_NAME.get(experts.family)
+    layer = experts.layers[0]
     if family is None or layer.format.of("w2").encoding in KNOWN_BY_SOURCE:
         return []
     alternates = any(stack.interleaved for stack in family.stacks)
@@ -271,17 +275,10 @@ def _halves_notices(experts: ExpertMap) -> list[str]:
     ]
 
 
-def no_tokenizer(what: str) -> str:
-    """Return the warning of a source or artifact without a tokenizer."""
-    return (
-        f"the {what} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files into "
-        "the folder of the weights and use the folder, or start the server with --tokenizer."
-    )
-
-
 def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
     """Return the names of the layers for multi-token prediction, which transformers does not run."""
-    family, text = BY_NAME.get(experts.family), text_config(config)
+    family = BY_NAME.get(experts.family)
+    text = text_config(config)
     return (
         []
         if family is None
@@ -322,7 +319,7 @@ def source_warnings(checkpoint: Source) -> list[str]:
         warnings.append(f"{what} left out: {first_few(left_out)}.")
     problem = FrontMatter.of(checkpoint.sidecar_files.card or b"").problem
     if problem:
-        warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
+        warnings.append(f"The front matter of {CARD} was not taken over: {problem}.")
     return warnings
 
 

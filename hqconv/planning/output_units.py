@@ -56,7 +56,8 @@ def build_file(
             text = _json_text({"dtype": spec.dtype, "shape": spec.shape})[:-1]
             known = sizes[form] = (f'{text},"data_offsets":[', spec.num_bytes)
         begins.append(end)
-        begin, end = end, end + known[1]
+        begin = end
+        end = end + known[1]
         entries.append(f"{encode_basestring(spec.name)}:{known[0]}{begin},{end}]}}")
     header = f"{{{','.join(entries)}}}".encode()
     header += b" " * (-len(header) % 8)
@@ -249,7 +250,8 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         gemm: kernel_form(n, k, layer_spec.of(gemm), layer.has_bias)
         for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, layer_spec.schema).items()
     }
-    files, inputs = [], layer_spec.inputs
+    files = []
+    inputs = layer_spec.inputs
     scales = [
         artifact_names.input_scale(layer.name, gemm, inputs) for gemm in forms if inputs.is_static
     ]
@@ -306,7 +308,8 @@ def packed_specs(layer: MoeLayer, spec: ConversionSpec, experts: Iterable[int]) 
     """Return the tensors of some experts in the checkpoint layout."""
     from hqconv.kernel_layout.transform import packed_form
 
-    schema, dtype = spec.layer_spec_of(layer.name).schema, spec.param_dtype
+    schema = spec.layer_spec_of(layer.name).schema
+    dtype = spec.param_dtype
     forms = {
         role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias)
         for role in layer.roles

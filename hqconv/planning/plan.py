@@ -45,7 +45,7 @@ from hqconv.planning.output_units import (
 )
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.engine import NO_HEADS, AttentionHeads, attention_heads
+from hqconv.schemas.engine import AttentionHeads, attention_heads
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.options import assign
 from hqconv.schemas.tensors import TensorRef
@@ -65,7 +65,7 @@ class SourceFacts:
     num_tensors: int
     num_bytes: int
     bytes_of: Mapping[str, int]
-    heads: AttentionHeads = NO_HEADS
+    heads: AttentionHeads
 
     @property
     def origin(self) -> dict[str, str | None]:
@@ -114,13 +114,14 @@ class ConversionPlan:
     other_files: tuple[str, ...]
     other_bytes: int
     warnings: tuple[str, ...]
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...]
+    made_files: tuple[str, ...]
     overridden_by: str = ""
-    made_files: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Name the source, the schema and the sizes; the rest is in the attributes."""
-        grid, spec = self.spec.grid, self.spec
+        grid = self.spec.grid
+        spec = self.spec
         text = f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}"
         text += f", {plural(len(self.layers), 'layer')}"
         return f"<ConversionPlan of {self.source.name!r}: {text}, {self.num_bytes_read} → {self.num_bytes_out} bytes>"

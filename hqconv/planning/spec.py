@@ -24,8 +24,7 @@ from hqconv.planning.layer_encoding import (
     source_param_dtype,
     source_schemas,
 )
-from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import GEMMS, text_config
+from hqconv.schemas.artifact_names import CHECKPOINT, GEMMS, KERNEL, text_config
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget, class_of
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
@@ -160,7 +159,7 @@ class ConversionOptions:
     grid: Grid = field(default_factory=Grid)
     target: str | None = None
     cuda: str | None = None
-    layout: str = artifact_names.KERNEL
+    layout: str = KERNEL
     inputs: InputSchema = A16
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     calibrate: CalibrationText | None = None
@@ -226,7 +225,7 @@ class ConversionOptions:
         _LOG.warning(
             "Schema %s, the recommended one for %s%s; `hqconv schemas` shows others.",
             schema.name,
-            target.name if self.layout == artifact_names.KERNEL else ENGINE.name,
+            target.name if self.layout == KERNEL else ENGINE.name,
             ", since no kernel reads the source's codes" if quantized else "",
         )
         return replace(self, schema=schema, is_schema_open=False)
@@ -240,23 +239,16 @@ def _weight_schema(schema: str | Path | LayerSchema | None) -> LayerSchema | Non
 
 
 def recommended_schema(
-    target: GpuTarget,
-    param_dtype: str,
-    inputs: InputSchema = A16,
-    layout: str = artifact_names.KERNEL,
+    target: GpuTarget, param_dtype: str, inputs: InputSchema, layout: str
 ) -> WeightSchema | None:
-    """Return the schema of the target's class, else the first of `RECOMMENDED` and the presets that runs; or None."""
+    """Return the first schema that runs, or None: of the target's class for fp8 activations, `RECOMMENDED`, presets."""
     from hqconv.kernel_layout.transform import why_not
 
-    of_class = class_of(target)
     is_fp8 = (inputs.a_dtype or "").startswith("float8")
-    for name in (
-        (of_class.fp8_schema if is_fp8 else None) or of_class.schema,
-        *RECOMMENDED,
-        *PRESETS,
-    ):
+    of_class = class_of(target).fp8_schema if is_fp8 else None
+    for name in filter(None, (of_class, *RECOMMENDED, *PRESETS)):
         schema = resolve_schema(name)
-        if layout == artifact_names.CHECKPOINT:
+        if layout == CHECKPOINT:
             obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
         else:
             obstacle = why_not(KernelSpec(schema, param_dtype, target, inputs))
@@ -278,7 +270,7 @@ class ConversionSpec:
     param_dtype: str
     target: GpuTarget
     grid: Grid = field(default_factory=Grid)
-    layout: str = artifact_names.KERNEL
+    layout: str = KERNEL
     inputs: InputSchema = A16
     must_be_direct: bool = False
     of_layers: Mapping[str, LayerSpec] = field(default_factory=dict)
@@ -465,7 +457,8 @@ def _of_layers(
     own: Mapping[str, LayerSchema],
 ) -> dict[str, LayerSpec]:
     """Return the specs of layers that differ from `spec.layer_spec`; layers left out are not in `experts`."""
-    usual, found = spec.layer_spec, {}
+    usual = spec.layer_spec
+    found = {}
     for layer in experts.layers:
         choice = choices.get(layer.name, LayerChoice())
         schema = choice.schema(own.get(layer.name, usual.schema))

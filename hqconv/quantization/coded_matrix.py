@@ -70,7 +70,8 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
     have none, it is the smallest code.
     """
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
-    (old_rows, old_columns), (rows, columns) = coded.shape, shape
+    old_rows, old_columns = coded.shape
+    rows, columns = shape
     if (old_rows, old_columns) == shape:
         return coded
     groups = [
@@ -87,7 +88,8 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
         if not zero.is_floating_point():
             new.copy_(zero.repeat_interleave(coded.group_k or columns, 1)[:, :columns])
     new[:old_rows, :old_columns] = codes[:rows, :columns]
-    scale, scale_2 = coded.scale, coded.scale_2
+    scale = coded.scale
+    scale_2 = coded.scale_2
     return replace(
         coded,
         packed=bit_codec.pack(new, coded.num_bits),
@@ -152,15 +154,15 @@ def with_rows(coded: CodedMatrix, order: torch.Tensor) -> CodedMatrix:
 @functools.cache
 def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the value of each code before its zero point and scale, float32 [2**bits]."""
-    code, codes = parse_code_type(b_dtype), torch.arange(2 ** code_bits(b_dtype), dtype=torch.int32)
+    code = parse_code_type(b_dtype)
+    codes = torch.arange(2 ** code_bits(b_dtype), dtype=torch.int32)
     half = 2 ** (code.num_bits - 1)
     if code.kind == CodeKind.SYM_INT:
         values = codes.float() - (half if is_symmetric else 0)
     else:
         magnitude = (codes % half).float()
-        if (
-            code.kind == CodeKind.FLOAT
-        ):  # as a float32 with exponents that are too small, then moved
+        # as a float32 with exponents that are too small, then moved
+        if code.kind == CodeKind.FLOAT:
             factor = 2.0 ** (128 - 2 ** (code.exponent_bits - 1))
             magnitude = ((codes % half) << (23 - code.mantissa_bits)).view(torch.float32) * factor
         values = torch.where(codes < half, magnitude, -magnitude)
@@ -177,7 +179,8 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
         bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
         return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
     if scale.dtype == torch.uint8:
-        exponent, mantissa = scale.to(torch.int32) >> 3, scale.to(torch.int32) & 7
+        exponent = scale.to(torch.int32) >> 3
+        mantissa = scale.to(torch.int32) & 7
         subnormal = mantissa.float() * 2.0**-17
         normal = (((exponent + 112) << 23) | (mantissa << 20)).view(torch.float32)
         values = torch.where(exponent == 0, subnormal, normal)
@@ -201,7 +204,8 @@ def dequantize(
     if table is None:
         table = code_table(coded.b_dtype, coded.zero_point is None)
     num_rows, num_columns = coded.shape
-    device, group_size = coded.packed.device, coded.group_k or num_columns
+    device = coded.packed.device
+    group_size = coded.group_k or num_columns
     scale = scale_values(coded.scale)
     if scale.size(0) not in (1, num_rows):
         scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]

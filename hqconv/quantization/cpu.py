@@ -155,7 +155,8 @@ def _chosen(nearest: NearestScales, found: SearchResult, schema: WeightSchema) -
 
     Small floats saturate: under a smaller scale weights exceed the largest code.
     """
-    lowest, bound = found.scales.lowest(), nearest.lowest
+    lowest = found.scales.lowest()
+    bound = nearest.lowest
     if lowest is not None and bound is not None:
         bound = torch.where(found.changed, lowest.double(), bound)
     inverse = torch.where(found.changed, found.scales.inverse(), nearest.inverse)
@@ -166,9 +167,11 @@ def _group_arrays(nearest: NearestScales, num_rows: int) -> GroupArrays:
     """Return the scales of all `num_rows` rows for compiled loops."""
     scales = nearest.scales
     scale = _per_row(scales.scale, num_rows)
-    lowest, zero = np.zeros(scale.shape), np.zeros(scale.shape, np.float32)
+    lowest = np.zeros(scale.shape)
+    zero = np.zeros(scale.shape, np.float32)
     if scales.zero is not None and nearest.lowest is not None:
-        lowest, zero = _per_row(nearest.lowest, num_rows), _per_row(scales.zero, num_rows)
+        lowest = _per_row(nearest.lowest, num_rows)
+        zero = _per_row(scales.zero, num_rows)
     return GroupArrays(
         _per_row(nearest.inverse, num_rows), lowest, scale, zero, _second(scales, num_rows)
     )
@@ -191,13 +194,16 @@ def _encode(
     rows: _Rows, nearest: NearestScales, param_dtype: str, count_exact: bool
 ) -> QuantizedStack:
     """Encode all rows under given scales, in helper threads."""
-    (num_experts, num_rows, num_columns), schema, total = rows.shape, rows.schema, len(rows.bits)
+    num_experts, num_rows, num_columns = rows.shape
+    schema = rows.schema
+    total = len(rows.bits)
     num_words = num_columns * schema.num_bits // 32
     groups = _group_arrays(nearest, total)
     packed = np.empty((total, num_words * 4), np.uint8)
     error, power = np.empty((2, total))
     exact = np.zeros(total if count_exact else 0, np.int64)
-    encode, limit = encoder(schema.code_type), np.float32(nearest.limit)
+    encode = encoder(schema.code_type)
+    limit = np.float32(nearest.limit)
 
     def run(part: slice) -> None:
         of_part = GroupArrays(*(array[part] for array in groups))
@@ -219,7 +225,8 @@ def round_columns(
     target: torch.Tensor, scales: GroupScales, factor: torch.Tensor, schema: WeightSchema
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round columns on the CPU; see `hqconv.quantization.triton_sweep.round_columns`."""
-    shape, total = target.shape, target.size(0) * target.size(1)
+    shape = target.shape
+    total = target.size(0) * target.size(1)
 
     def rows_of(values: torch.Tensor) -> Array:
         """Return [C, E, N, L] as [C, R, L]."""
@@ -228,17 +235,21 @@ def round_columns(
 
     scale = rows_of(scales.scale)
     inverse = rows_of(scales.inverse().nan_to_num(0.0, 0.0, 0.0))
-    zero, lowest = np.zeros_like(scale), np.zeros(scale.shape)
+    zero = np.zeros_like(scale)
+    lowest = np.zeros(scale.shape)
     below = scales.lowest()
     if scales.zero is not None and below is not None:
-        zero, lowest = rows_of(scales.zero), rows_of(below.double())
+        zero = rows_of(scales.zero)
+        lowest = rows_of(below.double())
     second = _second(scales, total)
     [weights] = rows_of(target.unsqueeze(0))
     experts = np.repeat(np.arange(len(target)), shape[1]) * (len(factor) > 1)
     factors = factor.contiguous().numpy()
-    loss, best = np.empty(total, np.float32), np.zeros(total, np.int64)
+    loss = np.empty(total, np.float32)
+    best = np.zeros(total, np.int64)
     numbers, values = np.zeros((2, *weights.shape), np.float32)
-    loop, limit_bits = column_rounder(schema.code_type), limit_bits_of(saturation(schema))
+    loop = column_rounder(schema.code_type)
+    limit_bits = limit_bits_of(saturation(schema))
 
     def run(rows: slice) -> None:
         groups = GroupArrays(
@@ -262,7 +273,9 @@ class _Meter:
     """`scale_search.ScaleMeter` of a stack on the CPU."""
 
     def __init__(self, rows: _Rows, nearest: NearestScales) -> None:
-        self.scales, self._nearest, self._rows = nearest.scales, nearest, rows
+        self.scales = nearest.scales
+        self._nearest = nearest
+        self._rows = rows
         self._loops = searcher(rows.schema.code_type)
         self._limit = np.float32(saturation(rows.schema))
         self._shape = (*rows.shape[:2], rows.num_groups)
@@ -283,8 +296,10 @@ class _Meter:
 
     def _measured(self, loop: Any, given: NearestScales, count: int) -> list[torch.Tensor]:
         """Run a loop over all rows; return its `count` results of each group, float64 [E, N, G] each."""
-        bits, total = self._rows.bits, len(self._rows.bits)
-        groups, out = _group_arrays(given, total), np.empty((count, total, self._shape[2]))
+        bits = self._rows.bits
+        total = len(self._rows.bits)
+        groups = _group_arrays(given, total)
+        out = np.empty((count, total, self._shape[2]))
 
         def run(rows: slice) -> None:
             of_part = GroupArrays(*(array[rows] for array in groups))
@@ -296,9 +311,12 @@ class _Meter:
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        bits, total = self._rows.bits, len(self._rows.bits)
-        table, begin = _step_table(start, ladder), _step_start(start, floor, total)
-        error, steps = _per_row(least, total).copy(), np.empty((total, self._shape[2]), np.int32)
+        bits = self._rows.bits
+        total = len(self._rows.bits)
+        table = _step_table(start, ladder)
+        begin = _step_start(start, floor, total)
+        error = _per_row(least, total).copy()
+        steps = np.empty((total, self._shape[2]), np.int32)
 
         def run(rows: slice) -> None:
             of_part = StepStart(*(array[rows] for array in begin))

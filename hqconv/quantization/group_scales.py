@@ -140,9 +140,12 @@ def nearest_scales(
 
     is_fused: whether the product of an integer zero point and its scale is subtracted unrounded, see FUSED_GROUP_SIZE.
     """
-    scale, zero, bound = unrounded_scales(highest, lowest, schema), None, None
+    scale = unrounded_scales(highest, lowest, schema)
+    zero = None
+    bound = None
     if schema.has_zero_point:
-        zero, bound = -lowest / scale, lowest.double()
+        zero = -lowest / scale
+        bound = lowest.double()
         if not schema.is_fp_zero_point:
             zero = zero.round()
             bound = zero.double() * -scale.double() if is_fused else (zero * -scale).double()
@@ -170,14 +173,16 @@ def unrounded_scales(
     value gets the code that is furthest from zero. Unsigned scale dtypes have no sign; under a scale per row, e8m0
     scales are the least ones under which no integer saturates; 1-bit integers have no positive code.
     """
-    code, below = schema.code_type, lowest.abs()
+    code = schema.code_type
+    below = lowest.abs()
     widest = torch.maximum(highest, below)
     if code.kind == CodeKind.ASYM_INT:
         return (highest - lowest) / constant(code.largest * 2 + 1, highest)
     if code.kind != CodeKind.SYM_INT:
         return widest / constant(code.largest, widest)
     if schema.bs_dtype == "float8e8m0" and schema.has_row_scale and code.num_bits > 1:
-        most, least = constant(code.largest, highest), constant(code.largest + 1, below)
+        most = constant(code.largest, highest)
+        least = constant(code.largest + 1, below)
         return torch.maximum(below / least, highest / most)
     narrowest = torch.minimum(highest, below)
     up, down = _integer_reach(code)
@@ -252,7 +257,8 @@ def two_level_scales(
     a group whose scales' product is 0 or NaN gets codes of 0.
     """
     if given is not None:
-        stored, second = given.group, given.second
+        stored = given.group
+        second = given.second
     else:
         scale = unrounded_scales(highest, lowest, schema)
         second = _second_scales(scale, schema, param_dtype, amax)
@@ -297,9 +303,8 @@ def _stored_under(
     scale: torch.Tensor, second: torch.Tensor, schema: WeightSchema, param_dtype: str
 ) -> torch.Tensor:
     """Return the 8-bit scales that stand for unrounded ones under second scales."""
-    if (
-        schema.bs_dtype == "float8e8m0"
-    ):  # rounded up, as far as the kernel keeps them under a scale per row
+    # rounded up, as far as the kernel keeps them under a scale per row
+    if schema.bs_dtype == "float8e8m0":
         least, most = (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
         exponents = _exponents(scale, second).clamp(least, most)
         return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -74,7 +74,7 @@ def quantize_by_operations(
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
-    quantizer: str = RTN,
+    quantizer: str,
 ) -> list[QuantizedStack]:
     """Quantize stacks by Humming's and torch's operations: on a GPU, and in tests on the CPU."""
     shared = None
@@ -110,7 +110,8 @@ def _rounded(
     """Return the packed tensors of a stack, rounded to nearest."""
     if shared is not None:
         return _encode_shared(stack, schema, param_dtype, shared, given)
-    target, dtype = humming_schema(schema), torch_dtype_of(param_dtype)
+    target = humming_schema(schema)
+    dtype = torch_dtype_of(param_dtype)
     packed: dict[str, torch.Tensor] = target.quant_tensor(stack, target, dtype)
     return packed
 
@@ -123,9 +124,11 @@ def _encode_shared(
     given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
-    values, amax = stack.float(), shared.view(-1, 1, 1)
+    values = stack.float()
+    amax = shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        grouped, nearest = values.unsqueeze(2), nearest_scales(amax, -amax, schema, param_dtype)
+        grouped = values.unsqueeze(2)
+        nearest = nearest_scales(amax, -amax, schema, param_dtype)
     else:
         grouped = values.view(*values.shape[:2], -1, schema.weight_scale_group_size)
         bounds = (grouped.amax(-1).clamp_min(1e-30), grouped.amin(-1).clamp_max(-1e-30))
@@ -175,7 +178,7 @@ def check_kernels(device: torch.device) -> None:
     except Exception as error:
         raise RequestError(
             "Triton cannot build the kernels that quantize on a GPU: it needs a C compiler.",
-            where=str(device),
+            where=device,
             expected="gcc or clang on the PATH, or the environment variable CC set to a C compiler",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
             remedy="Install a C compiler, or use --device cpu: without --calibrate the bytes are the same.",
@@ -189,7 +192,9 @@ class _Meter:
         self, stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema
     ) -> None:
         self.scales = scales_of(packed, schema)
-        self._stack, self._packed, self._schema = stack, packed["weight"], schema
+        self._stack = stack
+        self._packed = packed["weight"]
+        self._schema = schema
 
     def start_errors(self) -> torch.Tensor:
         return quantized.row_errors(self._stack, self.scales, self._packed, self._schema)

@@ -25,11 +25,12 @@ from hqconv.quantization.group_scales import GroupScales, scales_of
 from hqconv.schemas.tensors import CodeKind, CodeType, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_CUDA_WEIGHTS, _CPU_WEIGHTS = (
-    1 << 23,
-    1 << 18,
-)  # of a chunk; each has some 60 bytes of temporary tensors
-_CUDA_ROTATED, _CPU_ROTATED = 1 << 26, 1 << 18  # rotated at once, on the CPU to stay in the cache
+# of a chunk; each has some 60 bytes of temporary tensors
+_CUDA_WEIGHTS = 1 << 23
+_CPU_WEIGHTS = 1 << 18
+# rotated at once, on the CPU to stay in the cache
+_CUDA_ROTATED = 1 << 26
+_CPU_ROTATED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class QuantizedStack:
 
 
 def stack_direct(
-    matrices: Sequence[Mapping[str, torch.Tensor]], rounding: torch.Tensor | None = None
+    matrices: Sequence[Mapping[str, torch.Tensor]], rounding: torch.Tensor | None
 ) -> QuantizedStack:
     """Stack the packed tensors of one projection of E experts whose codes were kept.
 
@@ -180,7 +181,8 @@ class _Chunk:
 def _chunks(stack: torch.Tensor, scales: GroupScales) -> Iterator[_Chunk]:
     """Yield a stack in chunks."""
     num_experts, num_rows, num_columns = stack.shape
-    total, num_groups = num_experts * num_rows, scales.scale.size(2)
+    total = num_experts * num_rows
+    num_groups = scales.scale.size(2)
     size = max(1, (_CUDA_WEIGHTS if stack.is_cuda else _CPU_WEIGHTS) // num_columns)
     weights = stack.reshape(total, num_groups, num_columns // num_groups)
     scale = per_row(scales.scale, total)
@@ -283,7 +285,8 @@ def row_fits(
         numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         if chunk.scales.zero is not None:
             numbers = numbers - chunk.scales.zero.unsqueeze(-1)
-        values, weights = numbers.double(), chunk.weights.double()
+        values = numbers.double()
+        weights = chunk.weights.double()
         for number, terms in enumerate((values * weights, values * values, weights * weights)):
             out[number].flatten(0, 1)[chunk.rows] = fold_sum(terms)
     return out[0], out[1], out[2]
@@ -339,7 +342,8 @@ def nearest_numbers(
 
     Numbers are those before zero point and scale.
     """
-    code, lowest = schema.code_type, scales.lowest()
+    code = schema.code_type
+    lowest = scales.lowest()
     above = weights if lowest is None else weights - lowest.unsqueeze(-1)
     x = above * scales.inverse().unsqueeze(-1)
     if code.kind == CodeKind.FLOAT:
@@ -349,8 +353,11 @@ def nearest_numbers(
 
 def _round_float(x: torch.Tensor, code: CodeType) -> torch.Tensor:
     """Return the nearest small float, ties to the truncated one, saturated: as `cpu_loops.encoders`."""
-    shift, drop = 128 - (1 << (code.exponent_bits - 1)), 23 - code.mantissa_bits
-    bias, threshold_bits, threshold = shift << 23, (shift + 1) << 23, 2.0 ** (shift - 126)
+    shift = 128 - (1 << (code.exponent_bits - 1))
+    drop = 23 - code.mantissa_bits
+    bias = shift << 23
+    threshold_bits = (shift + 1) << 23
+    threshold = 2.0 ** (shift - 126)
     magnitude = x.abs().clamp_(max=code.largest)
     bits = magnitude.view(torch.int32)
     subnormal = (magnitude + threshold).view(torch.int32).sub_(threshold_bits)
@@ -372,7 +379,8 @@ def codes_of(numbers: torch.Tensor, x: torch.Tensor, schema: WeightSchema) -> to
     magnitude = numbers.abs()
     if kind == CodeKind.SIGN_MAGNITUDE:
         return magnitude.int() | ((numbers < 0).int() * sign_bit)
-    shift, drop = 128 - (1 << (exponent - 1)), 23 - mantissa
+    shift = 128 - (1 << (exponent - 1))
+    drop = 23 - mantissa
     threshold = 2.0 ** (shift - 126)
     subnormal = (magnitude + threshold).view(torch.int32) - ((shift + 1) << 23)
     normal = magnitude.view(torch.int32) - (shift << 23)
@@ -410,10 +418,12 @@ def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
 
 def _rotated(runs: torch.Tensor) -> torch.Tensor:
     """Rotate float [block, runs] along its first dimension, in place; runs side by side make long loops."""
-    block, apart = len(runs), 1
+    block = len(runs)
+    apart = 1
     while apart < block:
         pairs = runs.view(block // (2 * apart), 2, apart, -1)
-        low, high = pairs[:, 0], pairs[:, 1]
+        low = pairs[:, 0]
+        high = pairs[:, 1]
         total = low + high
         torch.sub(low, high, out=high)
         low.copy_(total)
@@ -436,7 +446,8 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
     num_rows, num_columns = coded.shape
     group_n, group_k = schema.scale_group()
-    rows, columns = group_n or num_rows, group_k or num_columns
+    rows = group_n or num_rows
+    columns = group_k or num_columns
     if num_rows % rows or num_columns % columns:
         raise RequestError(
             f"The schema '{schema.name}' does not fit the matrix.",
@@ -465,7 +476,8 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
 def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -> torch.Tensor:
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
     bits = bit_codec.bits_of(values)
-    source_groups, groups = (coded.group_n, coded.group_k), (rows, columns)
+    source_groups = (coded.group_n, coded.group_k)
+    groups = (rows, columns)
     for dim, size in enumerate(coded.shape):
         count = size // groups[dim]
         if bits.size(dim) != count:
@@ -567,7 +579,8 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
 
 def _error_and_power(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum (w - rounded)**2 and w**2 of a matrix, some rows at a time."""
-    errors, powers = [], []
+    errors = []
+    powers = []
     pairs = zip(
         torch.split(dequantize(coded), _ROWS), torch.split(dequantize(rounded), _ROWS), strict=True
     )

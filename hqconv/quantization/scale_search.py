@@ -102,7 +102,8 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
         return Ladder(first, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
     if kind == CodeKind.FLOAT and exponent > 0:
-        up, down = range(17, 32), range(15, 7, -1)
+        up = range(17, 32)
+        down = range(15, 7, -1)
         return Ladder(first, tuple(i / 16 for i in up), tuple(i / 16 for i in down))
     if bits == 8:
         return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
@@ -122,7 +123,8 @@ def stepped(
     Where there is none, and where the step is 0, the scale is that of `start`.
     """
     if ladder.has_bytes:
-        byte, magnitude = bits_of(start.stored).int(), magnitude_bytes(start.stored)
+        byte = bits_of(start.stored).int()
+        magnitude = magnitude_bytes(start.stored)
         moved = magnitude + torch.where(steps > 0, steps - 1, steps)
         exists = (moved >= 1) & (moved <= ladder.top) & (magnitude <= ladder.top)
         moved_bytes = torch.where(exists, moved | (byte ^ magnitude), byte)
@@ -150,10 +152,8 @@ def _is_usable(scales: GroupScales, start: GroupScales) -> torch.Tensor:
     return usable if scales.zero is None else usable & torch.isfinite(scales.zero)
 
 
-_NEAR_UP, _NEAR_DOWN = (
-    8,
-    3,
-)  # steps of 8-bit scales: the most that the limit leaves above, and the usual ones below
+_NEAR_UP = 8  # steps of 8-bit scales: the most that the limit leaves above
+_NEAR_DOWN = 3  # and the usual ones below
 
 
 def nearby_scales(
@@ -165,10 +165,12 @@ def nearby_scales(
     not hold. floor: as `ScaleMeter.sweep`.
     """
     ladder = ladder_of(schema, param_dtype)
-    up, down = ladder.num_up, ladder.num_down
+    up = ladder.num_up
+    down = ladder.num_down
     if ladder.has_bytes:
         is_power = start.stored.dtype == torch.float8_e8m0fnu
-        up, down = 1 if is_power else _NEAR_UP, _NEAR_DOWN
+        up = 1 if is_power else _NEAR_UP
+        down = _NEAR_DOWN
     for step in (*range(2, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
         if floor is not None:
@@ -213,7 +215,8 @@ def sweep_each(
                     break
                 valid &= going
             wins = valid & ((error := error_of(tried)) < least)
-            best, least = torch.where(wins, step, best), torch.where(wins, error, least)
+            best = torch.where(wins, step, best)
+            least = torch.where(wins, error, least)
     return best, least
 
 
@@ -223,7 +226,8 @@ def _shrunk_ranges(
     """Yield ranges with shrunk ends, and their zero points; each with a mask of the groups that have one."""
     assert start.zero is not None
     top = start.scale.new_tensor(float(2**schema.num_bits - 1))
-    high, low = (top - start.zero) * start.scale, start.zero * start.scale
+    high = (top - start.zero) * start.scale
+    low = start.zero * start.scale
     for index, upper in enumerate(_SHRINKS):
         for lower in _SHRINKS[max(0, index - 1) : index + 2]:
             below = low * low.new_tensor(lower)
@@ -240,7 +244,7 @@ def _shrunk_ranges(
 
 
 def least_byte(
-    stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False
+    stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool
 ) -> torch.Tensor | None:
     """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1].
 
@@ -249,8 +253,8 @@ def least_byte(
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
     if has_row_scale:
-        shape, device = (len(stored[0]), 1, 1), stored[0].device
-        return torch.full(shape, _HALF_POWERS[0], dtype=torch.int32, device=device)
+        shape = (len(stored[0]), 1, 1)
+        return torch.full(shape, _HALF_POWERS[0], dtype=torch.int32, device=stored[0].device)
     maxima = [scales.view(torch.uint8).flatten(1).amax(1) for scales in stored]
     return (torch.stack(maxima).amax(0).int() - _HALF_RANGE).view(-1, 1, 1)
 
@@ -266,21 +270,18 @@ class ScaleMeter(Protocol):
 
     def start_errors(self) -> torch.Tensor:
         """Return the errors under the scales of round-to-nearest."""
-        ...
 
     def errors(self, scales: GroupScales, stored: GroupScales | None = None) -> torch.Tensor:
         """Return the errors under other scales.
 
         stored: the scales that codes chosen under `scales` are decoded with, if others.
         """
-        ...
 
     def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the sums of w * v, of v * v and of w * w, float64 [E, N, G].
 
         v: the number of a weight's code less the zero point.
         """
-        ...
 
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
@@ -290,7 +291,6 @@ class ScaleMeter(Protocol):
         least: the error to be beaten. floor: the least byte of e8m0 scales, [E, 1, 1]. Steps that cannot win are left
         out; the result is that of all steps.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,7 +320,8 @@ class _Best:
     """The best scales so far, their errors [E, R, G], and a mask of those that are not rtn's."""
 
     def __init__(self, scales: GroupScales, error: torch.Tensor) -> None:
-        self.scales, self.error = scales, error
+        self.scales = scales
+        self.error = error
         self.changed = torch.zeros_like(error, dtype=torch.bool)
 
     def offer(self, tried: GroupScales, error: torch.Tensor, valid: torch.Tensor) -> None:
@@ -355,7 +356,8 @@ def _choose(
         for _ in range(_NUM_FITS):
             tried, valid = _least_squares(meters, schema, best.scales)
             best.offer(tried, error_of(tried), valid)
-    scales, changed = best.scales, best.changed
+    scales = best.scales
+    changed = best.changed
     if start.stored.dtype == torch.float8_e8m0fnu:
         return SearchResult(scales, scales, changed)
     gained = _with_gain(meters, schema, scales)

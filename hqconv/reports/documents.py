@@ -212,7 +212,8 @@ def _layer_tp_sizes(
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
-    spec, experts = plan.spec, plan.experts
+    spec = plan.spec
+    experts = plan.experts
     staging = plan_staging(plan.encoded, resources)
     return {
         "kind": "plan",
@@ -248,7 +249,6 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
-        "estimated_seconds": round(resources.estimate_s(plan.layers)),
         "estimated_time": time_text(plan.layers, resources),
         "warnings": [*plan.warnings, *plan.notices],
     }
@@ -301,7 +301,8 @@ def describe_artifact(
     Raises what `read_manifest` raises, VerificationError if the manifest's schema is invalid.
     """
     manifest = manifest or read_manifest(root)
-    layers, errors = manifest.blocks, manifest.errors()
+    layers = manifest.blocks
+    errors = manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
     missing = manifest.missing_files(
         lambda name: size_of(root / name) if listing is None else listing.sizes.get(name)
@@ -431,7 +432,7 @@ def inspect(path: str | Path, revision: str | None = None) -> Document:
             if quant_method(source.quantization) == "hqconv":
                 raise VerificationError(
                     "The artifact has lost its manifest.",
-                    where=str(source.root),
+                    where=source.root,
                     expected=artifact_names.MANIFEST,
                     found="a config.json that hqconv made, and no manifest",
                     remedy="Copy it from where it is whole, or convert again.",
@@ -460,7 +461,7 @@ def describe_gpu(text: str) -> Document:
         "gpu": name,
         "target": target.name,
         "gpus": gpu_class.gpus,
-        "schema": gpu_class.schema,
+        "schema": RECOMMENDED[0],
         "fp8_schema": gpu_class.fp8_schema,
         "command": gpu_class.command(name),
         "runs": runs,
@@ -525,7 +526,8 @@ def _preset(schema: WeightSchema) -> Document:
 
 def describe_recipes() -> Document:
     """Describe the recipes and schema files that come with hqconv: option value and purpose."""
-    recipes, schemas = shipped(RECIPES), shipped(SCHEMAS)
+    recipes = shipped(RECIPES)
+    schemas = shipped(SCHEMAS)
     return {
         "kind": "recipes",
         "folder": str(SCHEMAS),

@@ -61,7 +61,8 @@ class Activation:
 
         Raises ValueError for invalid numbers, or numbers that the label does not have.
         """
-        label, numbers = document["activation"], document.get("activation_parameters")
+        label = document["activation"]
+        numbers = document.get("activation_parameters")
         named = cls.of_label(label)
         if numbers is None:
             return named

@@ -21,14 +21,12 @@ _PART_JOURNAL = re.compile(r"\.hqconv-progress\.part([1-9][0-9]*)-of-([1-9][0-9]
 PARTIAL = ".partial"  # suffix of a file that is being written
 CARD = "README.md"  # the model card: written by a conversion, and people may edit it
 SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
-EVALUATION = (
-    "evaluation.json"  # the last evaluation; it names the digest of the manifest that it is of
-)
-REFERENCE = (
-    "reference.safetensors"  # predictions that a server is compared with; it names the same digest
-)
+# the last evaluation; it names the digest of the manifest that it is of
+EVALUATION = "evaluation.json"
+# predictions that a server is compared with; it names the same digest
+REFERENCE = "reference.safetensors"
 # Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
-COMPANIONS = (*(".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION), REFERENCE)
+COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS, EVALUATION, REFERENCE)
 # The only weights file for transformers, as config.json names it; no artifact has a file of this name.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
@@ -46,10 +44,6 @@ PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}  # as peop
 # In a source's quantization config: the config of the linear layers that hqconv has quantized.
 DENSE_CONFIG = "dense_quantization_config"
 INPUT_SCALE = "input_scale"
-SOURCE_SCALES = (
-    *STATIC_SCALES.values(),
-    "input_global_scale",
-)  # ends of names of a source's static scales
 _MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems
 
 
@@ -133,7 +127,7 @@ def kernel_spec_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
 
 
 def hqconv_quantization_config(
-    kernel_spec: LayerSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+    kernel_spec: LayerSpec, source: Mapping[str, Any] | None, *, is_mixed: bool
 ) -> dict[str, Any]:
     """Return `quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
@@ -166,7 +160,8 @@ def _dense_config(source: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(source)
     if config.get("quant_method") != "humming":
         return config
-    dynamic, groups = config.get("dynamic"), config.get("config_groups")
+    dynamic = config.get("dynamic")
+    groups = config.get("config_groups")
     if isinstance(dynamic, Mapping):
         config["dynamic"] = {
             "+" + key[1:] if key.startswith("-") and _has_format(fmt) else key: fmt

@@ -129,7 +129,8 @@ def parse_target(text: str, cuda: str | None = None) -> GpuTarget:
     Raises RequestError for anything else.
     """
     text = str(text)  # a caller may give a number
-    name, match = gpu_named(text), _ARCHITECTURE.fullmatch(text.strip().lower())
+    name = gpu_named(text)
+    match = _ARCHITECTURE.fullmatch(text.strip().lower())
     number = 0
     if name:
         number = GPUS[name].sm_version
@@ -152,8 +153,12 @@ def target_of_record(name: str, cuda: str | None = None) -> GpuTarget:
     """Return the target that a manifest records, `sm90` and no other spelling. Raises RequestError."""
     found = parse_target(name, cuda)
     if found.name != name:
-        what = "The target is not a GPU architecture that is known."
-        raise RequestError(what, where="--target", expected=found.name, found=name)
+        raise RequestError(
+            "The target is not a GPU architecture that is known.",
+            where="--target",
+            expected=found.name,
+            found=name,
+        )
     return found
 
 
@@ -173,7 +178,7 @@ def parse_cuda(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GpuClass:
-    """GPUs that take the same schemas.
+    """GPUs that take the same schemas: the first of `RECOMMENDED`, but for fp8 activations.
 
     gpus: names for people. target: one of them, as of `--target`. fp8_schema: the schema with fp8 activations, None
     where they do not run. options: what the target needs besides.
@@ -184,13 +189,10 @@ class GpuClass:
     sm_versions: tuple[int, ...]
     fp8_schema: str | None = None
     options: str = ""
-    schema: str = RECOMMENDED[0]
 
     def command(self, target: str) -> str:
         """Return the command that converts a model for one of the GPUs."""
-        command = (
-            f"hqconv convert SRC -o OUT --schema {self.schema} --calibrate TEXT --target {target}"
-        )
+        command = f"hqconv convert SRC -o OUT --schema {RECOMMENDED[0]} --calibrate TEXT --target {target}"
         return f"{command} {self.options}".rstrip()
 
 

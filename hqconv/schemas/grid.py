@@ -22,9 +22,8 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 LINEAR, ROUND_ROBIN = PLACEMENTS
 TpSplit = Literal["even", "groups"]
 TP_SPLITS: tuple[TpSplit, ...] = get_args(TpSplit)
-EVEN, GROUPS = (
-    TP_SPLITS  # equal parts of the intermediate size; whole scale groups, of which the last ranks hold fewer
-)
+# equal parts of the intermediate size; whole scale groups, of which the last ranks hold fewer
+EVEN, GROUPS = TP_SPLITS
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
@@ -125,7 +124,9 @@ def tp_slices(size: int, grid: Grid, schema: LayerSchema) -> tuple[TpSlice, ...]
     With the split `groups` the first ranks hold one run of `slice_unit` more than the others, as far as runs are left.
     With `even` every rank but the last holds a whole share, as vLLM deals the rows of GPT-OSS.
     """
-    tp, share, size = grid.tp, tp_share(size, grid.tp, schema), stored_size(size, schema)
+    tp = grid.tp
+    share = tp_share(size, grid.tp, schema)
+    size = stored_size(size, schema)
     ends = [min((rank + 1) * share, size) for rank in range(tp)]
     if grid.split == GROUPS:
         unit = slice_unit(schema)
@@ -155,7 +156,8 @@ def hidden_unit(schema: LayerSchema) -> int:
 
 
 def _unit(schema: LayerSchema, rows_of: str, columns_of: str) -> int:
-    tall, wide = schema.of(rows_of), schema.of(columns_of)
+    tall = schema.of(rows_of)
+    wide = schema.of(columns_of)
     sizes = (tall.weight_scale_group_size_n, wide.weight_scale_group_size, wide.rotation)
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
@@ -187,7 +189,7 @@ def working_tp_sizes(
 
 
 def is_split_even(
-    intermediate_size: int, schema: LayerSchema, grid: Grid, *, pads_last_rank: bool = False
+    intermediate_size: int, schema: LayerSchema, grid: Grid, *, pads_last_rank: bool
 ) -> bool:
     """Return whether both TP splits deal this expert size in the same way."""
     slices = (

@@ -14,8 +14,12 @@ from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
 QUANT_MODES = (
-    *("none", "static_tensor", "dynamic_token", "dynamic_group"),
-    *("static_tensor_dynamic_group", "dynamic_group_token"),
+    "none",
+    "static_tensor",
+    "dynamic_token",
+    "dynamic_group",
+    "static_tensor_dynamic_group",
+    "dynamic_group_token",
 )
 # Humming's names of the static scales of modes (`HummingInputSchema.static_tensor_scale_name`).
 STATIC_SCALES = {"static_tensor": "input_scale", "static_tensor_dynamic_group": "input_scale_2"}
@@ -73,11 +77,16 @@ def _check(schema: InputSchema) -> None:
 
     def need(condition: bool, field: str, expected: str) -> None:
         if not condition:
-            what = f"The input schema '{schema.name}' cannot be built."
             found = repr(getattr(schema, field))
-            raise RequestError(what, where=field, expected=expected, found=found)
+            raise RequestError(
+                f"The input schema '{schema.name}' cannot be built.",
+                where=field,
+                expected=expected,
+                found=found,
+            )
 
-    size, mode = schema.input_scale_group_size, schema.input_quant_mode
+    size = schema.input_scale_group_size
+    mode = schema.input_quant_mode
     is_quantized = schema.a_dtype is not None
     need(schema.a_dtype in (None, *A_DTYPES), "a_dtype", ", ".join(A_DTYPES))
     sizes: tuple[int, ...] = (0,)
@@ -132,12 +141,11 @@ def resolve_inputs(text: str) -> InputSchema:
         )
     if text in NAMED_INPUTS:
         return NAMED_INPUTS[text]
-    known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
     close = close_to(text.lower().replace("_", "-"), NAMED_INPUTS)
     raise RequestError(
         f"There is no input schema named '{text}'.",
         where="--input-schema",
-        expected=known,
+        expected=f"{', '.join(NAMED_INPUTS)}, or a .toml file",
         found=text,
         remedy=f"{close} `hqconv schemas` explains each.".strip(),
     )
@@ -148,8 +156,11 @@ def inputs_of(name: str, document: dict[str, Any], *, where: str) -> InputSchema
     known = [f.name for f in fields(InputSchema) if f.name != "name"]
     for key in document:
         if key not in known:
-            what = "The input schema has a key that is unknown."
-            raise RequestError(what, where=f"{where}: {key}", expected=", ".join(known))
+            raise RequestError(
+                "The input schema has a key that is unknown.",
+                where=f"{where}: {key}",
+                expected=", ".join(known),
+            )
     return InputSchema(name, **document)
 
 
@@ -186,7 +197,7 @@ class LayerSpec:
     schema: LayerSchema
     param_dtype: str
     target: GpuTarget
-    inputs: InputSchema = A16
+    inputs: InputSchema
 
     def of(self, gemm: str) -> KernelSpec:
         """Return the kernel spec of the GEMM `w13` or `w2`."""

@@ -65,12 +65,6 @@ CheckName = Literal["files", "weights", "kernel", "server"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
 SERVER = CHECKS[-1]  # which runs where a server is named, alone if no other is
 _MOST = 1 << 40  # of any number: a larger one is a mistake
-ENCODING_KEYS = (
-    "round_scales",
-    "quantizer",
-    "quantizer_version",
-    "calibration",
-)  # of a manifest, where they apply
 
 
 def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
@@ -88,9 +82,12 @@ def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
 def refuse_unknown_layers(indices: Iterable[int], known: Iterable[int]) -> None:
     """Raise RequestError for the index of no MoE layer, of those that `--layers` names."""
     if missing := sorted(set(indices) - set(known)):
-        expected = f"layers of {', '.join(map(str, sorted(set(known))))}"
-        what = "The model has no MoE layer of this number."
-        raise RequestError(what, where="--layers", expected=expected, found=missing[0])
+        raise RequestError(
+            "The model has no MoE layer of this number.",
+            where="--layers",
+            expected=f"layers of {', '.join(map(str, sorted(set(known))))}",
+            found=missing[0],
+        )
 
 
 @dataclass(frozen=True)
@@ -137,9 +134,12 @@ class Override:
         for text, names in found.items():
             if not names:
                 known = ", ".join(number_runs(layer_of.values()))
-                expected = f"layers of {known}, or a pattern of names such as {min(layer_of)}"
-                what = "An override is for no layer."
-                raise RequestError(what, where=self.where, expected=expected, found=text)
+                raise RequestError(
+                    "An override is for no layer.",
+                    where=self.where,
+                    expected=f"layers of {known}, or a pattern of names such as {min(layer_of)}",
+                    found=text,
+                )
         return [name for name in layer_of if any(name in names for names in found.values())]
 
 
@@ -300,8 +300,13 @@ class RunOptions:
 
 # Options of a conversion that `hqconv.allocate` has no use for: it chooses them.
 NOT_ALLOCATED = (
-    *("schema", "layout", "overrides", "allow_unserved", "quantizer"),
-    *("dense", "dense_layers"),
+    "schema",
+    "layout",
+    "overrides",
+    "allow_unserved",
+    "quantizer",
+    "dense",
+    "dense_layers",
 )
 
 
@@ -360,17 +365,24 @@ def plain_type(declared: Field[Any]) -> type:
 def check_values(options: Any) -> None:
     """Raise RequestError for a number out of its option's range, and for a value that is none of the choices."""
     for declared in fields(options):
-        value, details = getattr(options, declared.name), declared.metadata
+        value = getattr(options, declared.name)
+        details = declared.metadata
         expected = ""
         if "least" in details:
-            least, most = details["least"], details.get("most", _MOST)
+            least = details["least"]
+            most = details.get("most", _MOST)
             if type(value) is not int or not least <= value <= most:
                 expected = f"a whole number from {least} to {most}"
         elif "choices" in details and value not in details["choices"]:
             expected = ", ".join(details["choices"])
         if expected and (value is not None or declared.default is not None):
-            what, flag = "The option does not know this value.", declared.name.replace("_", "-")
-            raise RequestError(what, where=f"--{flag}", expected=expected, found=repr(value)[:80])
+            flag = declared.name.replace("_", "-")
+            raise RequestError(
+                "The option does not know this value.",
+                where=f"--{flag}",
+                expected=expected,
+                found=repr(value)[:80],
+            )
 
 
 def _refuse_both(first: str, second: str) -> NoReturn:
@@ -388,7 +400,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], RunOption
 
 
 LEFT = "none"  # layers that are copied unchanged
-_SECTION, _DENSE_SECTION = "override", "dense_layers"
+_SECTION = "override"
+_DENSE_SECTION = "dense_layers"
 _CHANGES = ("schema", "w13.schema", "w2.schema", "input_schema")
 # Options that a recipe may name, and the type of each in the TOML file.
 _TYPES = {
@@ -417,9 +430,13 @@ def load_recipe(path: Path) -> Recipe:
     dense_layers = _dense_layers(path, document.pop(_DENSE_SECTION, {}))
     for key, value in document.items():
         if key not in _TYPES or type(value) is not _TYPES[key]:
-            what = "The recipe has a key that is unknown or of the wrong type."
             expected = _TYPES[key].__name__ if key in _TYPES else f"one of {', '.join(_TYPES)}"
-            raise RequestError(what, where=f"{path}: {key}", expected=expected, found=repr(value))
+            raise RequestError(
+                "The recipe has a key that is unknown or of the wrong type.",
+                where=f"{path}: {key}",
+                expected=expected,
+                found=repr(value),
+            )
         if key in ("schema", "input_schema", "dense"):
             document[key] = _schema_path(path.parent, str(value))
         elif key == "calibrate" and value != BUILTIN:
@@ -444,9 +461,12 @@ def _dense_layers(path: Path, section: Any) -> dict[str, str]:
     found = {}
     for pattern, values in section.items() if isinstance(section, dict) else [("", section)]:
         if not isinstance(values, dict) or [*values] != ["schema"]:
-            what = "Linear layers are given another schema by its name alone."
-            where = f"{path}: {_DENSE_SECTION}"
-            raise RequestError(what, where=where, expected='schema = "…"', found=repr(values)[:80])
+            raise RequestError(
+                "Linear layers are given another schema by its name alone.",
+                where=f"{path}: {_DENSE_SECTION}",
+                expected='schema = "…"',
+                found=repr(values)[:80],
+            )
         found[pattern] = _schema_path(path.parent, str(values["schema"]))
     return found
 
@@ -487,12 +507,18 @@ def _override(path: Path, where: str, section: Mapping[str, Any]) -> Override:
                 found=repr(value),
             )
     if ("blocks" in values) == ("layers" in values):
-        what = "An override chooses its layers by one key."
-        raise RequestError(what, where=where, expected="one of blocks and layers")
+        raise RequestError(
+            "An override chooses its layers by one key.",
+            where=where,
+            expected="one of blocks and layers",
+        )
     schemas = {key: _schema_path(path.parent, values[key]) for key in _CHANGES if key in values}
     if not schemas or SOURCE in schemas.values():
-        what = "An override gives its layers another schema, by name."
-        raise RequestError(what, where=where, expected=f"one of {', '.join(_CHANGES)}")
+        raise RequestError(
+            "An override gives its layers another schema, by name.",
+            where=where,
+            expected=f"one of {', '.join(_CHANGES)}",
+        )
     return Override(
         blocks=values.get("blocks"),
         layers=parse_runs(values["layers"], f"{where}: layers") if "layers" in values else (),
@@ -525,9 +551,11 @@ def parse_runs(text: str, where: str) -> tuple[tuple[int, int], ...]:
     for part in text.split(","):
         match = re.fullmatch(r"(-?\d{1,6})(?:-(\d{1,6}))?", part.strip())
         if match is None:
-            expected = "numbers and runs, such as 0, 3-5"
             raise RequestError(
-                "The layers cannot be read.", where=where, expected=expected, found=text
+                "The layers cannot be read.",
+                where=where,
+                expected="numbers and runs, such as 0, 3-5",
+                found=text,
             )
         runs.append((int(match[1]), int(match[2] or match[1])))
     return tuple(runs)

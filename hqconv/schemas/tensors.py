@@ -180,7 +180,8 @@ class CodeType(NamedTuple):
             top -= 1  # the all-ones code is NaN ("fn" formats)
         elif (self.num_bits, self.exponent_bits) == (8, 5):
             top -= 4  # IEEE infinity and NaNs
-        fraction, exponent = top & (2**self.mantissa_bits - 1), top >> self.mantissa_bits
+        fraction = top & (2**self.mantissa_bits - 1)
+        exponent = top >> self.mantissa_bits
         bias = 2 ** (self.exponent_bits - 1) - 1
         return float((1 + fraction / 2**self.mantissa_bits) * 2.0 ** (exponent - bias))
 

@@ -22,9 +22,8 @@ from hqconv.errors import RequestError
 _LOG = logging.getLogger(__name__)
 
 MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest without the names of its tensors
-MAX_LIST_BYTES = (
-    512 << 20
-)  # of an index or a manifest, with a line for each of some million tensors
+# of an index or a manifest, with a line for each of some million tensors
+MAX_LIST_BYTES = 512 << 20
 NOTHING = "no such file"
 MAX_DEPTH = 64  # of objects and lists in each other: code that copies or writes them is recursive
 
@@ -137,7 +136,8 @@ def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dic
     Raises RequestError for a file that is not regular (without waiting for it), cannot be read, is larger than 1 MiB,
     no UTF-8, no TOML, or nested too deeply.
     """
-    remedy, found = "", _TOO_DEEP
+    remedy = ""
+    found = _TOO_DEEP
     try:
         return tomllib.loads(read_regular(path, _MAX_TOML_BYTES).decode())
     except FileNotFoundError:
@@ -149,8 +149,9 @@ def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dic
         pass
     except ValueError as error:  # no UTF-8, no TOML, a number or a path that Python does not take
         found = str(error)
-    what = f"The {called} cannot be read."
-    raise RequestError(what, where=str(path), found=found, remedy=remedy.strip())
+    raise RequestError(
+        f"The {called} cannot be read.", where=path, found=found, remedy=remedy.strip()
+    )
 
 
 SCHEMAS = Path(__file__).parent / "configs"

@@ -228,12 +228,15 @@ def _check(schema: WeightSchema) -> None:
             )
 
     for field in fields(schema):
-        value, expected_type = getattr(schema, field.name), _TYPES.get(field.name, str)
+        value = getattr(schema, field.name)
+        expected_type = _TYPES.get(field.name, str)
         is_none = field.name == "bs_dtype" and value is None
         need(type(value) is expected_type or is_none, field.name, expected_type.__name__)
     need(_is_code_type(schema.b_dtype), "b_dtype", _CODE_TYPES)
-    kind, second = schema.weight_scale_type, schema.weight_scale_2_type
-    size, size_n = schema.weight_scale_group_size, schema.weight_scale_group_size_n
+    kind = schema.weight_scale_type
+    second = schema.weight_scale_2_type
+    size = schema.weight_scale_group_size
+    size_n = schema.weight_scale_group_size_n
     need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", _SCALE_TYPES)
     is_size = _is_power_of_two(size, 16) if kind in ("group", "block") else size == 0
     need(is_size, "weight_scale_group_size", f"0 for channel and tensor scales, else {_NESTING}")
@@ -360,8 +363,11 @@ def resolve_layer_schema(text: str) -> LayerSchema:
     """
     names = split_names(text)
     if SOURCE in names and len(names) > 1:
-        what = "The source's own schema cannot be half of a pair."
-        raise RequestError(what, where=f"--schema {text}", expected="schemas by their names")
+        raise RequestError(
+            "The source's own schema cannot be half of a pair.",
+            where=f"--schema {text}",
+            expected="schemas by their names",
+        )
     return pair(resolve_schema(names[0]), resolve_schema(names[-1]))
 
 
@@ -437,7 +443,8 @@ def _scaled(text: str) -> WeightSchema | None:
 
 def shorthand_of(schema: WeightSchema) -> str:
     """Return the shorthand that comes closest to a schema; "" where none has its codes and scales."""
-    size, scale = schema.weight_scale_group_size, schema.bs_dtype or ""
+    size = schema.weight_scale_group_size
+    scale = schema.bs_dtype or ""
     if size and scale in _SCALE_2_TYPES:
         code = next((name for name, code in _CODES.items() if code == schema.b_dtype), None)
         row = "-row" if schema.has_row_scale else ""
@@ -455,26 +462,28 @@ def load_schema(path: Path) -> WeightSchema:
     document = read_toml(path, "schema file", shipped(SCHEMAS))
     known = [field.name for field in fields(WeightSchema) if field.name != "name"]
     if not isinstance(document.get("b_dtype"), str):
-        what = "The schema file names no weight type."
-        raise RequestError(what, where=str(path), expected='b_dtype = "…"')
+        raise RequestError(
+            "The schema file names no weight type.", where=path, expected='b_dtype = "…"'
+        )
     for key in document:
         if key not in known:
-            what = "The schema file has a key that is unknown."
-            raise RequestError(what, where=f"{path}: {key}", expected=", ".join(known))
+            raise RequestError(
+                "The schema file has a key that is unknown.",
+                where=f"{path}: {key}",
+                expected=", ".join(known),
+            )
     if re.fullmatch(r"int[1-8]", document["b_dtype"]):
         document["b_dtype"] = "u" + document["b_dtype"]
     # Humming's own default where a file names no scale type.
-    size, size_n = (
-        document.get("weight_scale_group_size"),
-        document.get("weight_scale_group_size_n"),
-    )
+    size = document.get("weight_scale_group_size")
+    size_n = document.get("weight_scale_group_size_n")
     implied = "block" if size_n else "group" if size else "channel"
     document.setdefault("weight_scale_type", implied)
     schema = WeightSchema(name=unicode_name(path.stem), **document)
     if is_misnamed(schema):
         raise RequestError(
             "The schema file has the name of a preset or shorthand, and another schema.",
-            where=str(path),
+            where=path,
             expected=f"another file name, or the fields of {schema.name}",
             found=schema.describe(),
             remedy="Rename the file: an artifact records its schema by this name.",

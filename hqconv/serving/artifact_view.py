@@ -24,8 +24,8 @@ from hqconv.io.hub import (
     note_revision,
 )
 from hqconv.io.safetensors_header import read_header
-from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import EXPERTS_FOLDER, GEMMS, KERNEL, MANIFEST, rank_file
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import LayerSpec
@@ -141,7 +141,7 @@ class ArtifactView:
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
     manifest_sha256: str = field(compare=False)
-    small_files: tuple[str, ...] = ()
+    small_files: tuple[str, ...]
 
     @property
     def dtype(self) -> str:
@@ -166,21 +166,21 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     checkpoint layout or a newer version, VerificationError if it is damaged, the conversion unfinished or a file of
     weights another one, and the errors of `ArtifactLocation.fetch`.
     """
-    root = Path(location.name) if location.is_folder else location.fetch(names.MANIFEST).parent
+    root = Path(location.name) if location.is_folder else location.fetch(MANIFEST).parent
     location = location.at(root)
     manifest = read_manifest(root, is_sealed=True)
     if not manifest.is_kernel:
         raise RequestError(
             "This artifact is not in the kernel layout.",
             where=location.name,
-            expected=names.KERNEL,
+            expected=KERNEL,
             found=manifest.layout,
             remedy="Its config.json was changed: with quant_method humming "
             f"{ENGINE.name} serves it without this plugin.",
         )
     _check_digests(location, root, manifest)
     files = {path: (entry.size_bytes, entry.sha256) for path, entry in manifest.files.items()}
-    ranks = f"{names.EXPERTS_FOLDER}/"
+    ranks = f"{EXPERTS_FOLDER}/"
     return ArtifactView(
         location=location,
         source_name=manifest.source.name,
@@ -191,10 +191,7 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         left=manifest.left,
         files={path: entry for path, entry in files.items() if path.startswith(ranks)},
         manifest_sha256=manifest.sha256,
-        small_files=(
-            names.MANIFEST,
-            *(path for path in manifest.files if not path.endswith(_WEIGHTS)),
-        ),
+        small_files=(MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
     )
 
 
@@ -206,7 +203,7 @@ def open_rank_file(
     Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest; its digest too where the
     Hub's cache tells it.
     """
-    name = names.rank_file(layer, tp_rank, ep_rank)
+    name = rank_file(layer, tp_rank, ep_rank)
     what = "A rank file is damaged, or belongs to another artifact."
     if name not in view.files:
         raise Finding(name, what, "a file that the manifest lists", "none of that name").error()
@@ -234,13 +231,13 @@ def check_unchanged(view: ArtifactView) -> None:
     if not view.location.is_folder:  # files of one commit
         return
     try:
-        found = sha256((Path(view.location.name) / names.MANIFEST).read_bytes()).hexdigest()
+        found = sha256((Path(view.location.name) / MANIFEST).read_bytes()).hexdigest()
     except OSError as error:
         found = error.strerror or str(error)
     if found != view.manifest_sha256:
         raise RequestError(
             "The folder does not hold the artifact any more that this server was started with.",
-            where=f"{view.location.name}: {names.MANIFEST}",
+            where=f"{view.location.name}: {MANIFEST}",
             expected=f"sha256 {view.manifest_sha256}",
             found=found,
             remedy="Stop this server, whose weights are incomplete now, and start it again.",
@@ -254,7 +251,8 @@ def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -
     if location.commit is not None and not is_offline():
         try:
             listing = Listing.of(location.name, location.commit)
-            sizes, digests = listing.sizes, listing.digests
+            sizes = listing.sizes
+            digests = listing.digests
         except HqconvError as error:  # all files may be in the cache
             _LOG.info("The Hub's list of files was not compared with the manifest: %s", error)
     in_cache = is_snapshot(root)
@@ -283,7 +281,7 @@ def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -
 
 
 def _layer(name: str, entry: ManifestLayer, manifest: Manifest) -> ArtifactLayer:
-    gemms = {gemm: stored for gemm in names.GEMMS if (stored := entry.gemm(gemm)) is not None}
+    gemms = {gemm: stored for gemm in GEMMS if (stored := entry.gemm(gemm)) is not None}
     return ArtifactLayer(
         name=name,
         index=entry.layer,

@@ -43,7 +43,7 @@ class ServerLayer:
     ep: int
     placement: str
     redundant: int
-    router_weight_on_input: bool = False
+    router_weight_on_input: bool
     is_elastic: bool = False
 
 
@@ -115,8 +115,9 @@ def check_rank_file(
 ) -> None:
     """Refuse a file whose experts or biases are not this rank's. Raises RequestError."""
     where = f"{view.location.name}: {file.layer}"
-    num_stored = file.configs["w13"]["num_experts"]
-    _check_fact(f"{where}: experts of this rank", num_stored, num_local_experts)
+    _check_fact(
+        f"{where}: experts of this rank", file.configs["w13"]["num_experts"], num_local_experts
+    )
     _check_fact(f"{where}: biases", "w13_bias" in file.tensors, layer.has_bias)
 
 
@@ -211,7 +212,8 @@ def recut(
 
     Where the artifact cannot be the source, and for another dtype, in which its scales may not fit, it is the original.
     """
-    grid, location = grid or view.grid, view.location
+    grid = grid or view.grid
+    location = view.location
     target = f"sm{sm_version or view.sm_version}"
     name = os.path.abspath(location.name)  # noqa: PTH100 - no links
     if not location.is_folder:

@@ -55,9 +55,7 @@ class ArtifactSource(SafetensorsSource):
 
     reads_ahead = False
 
-    def __init__(
-        self, root: Path, *, repo_id: str | None = None, listing: Listing | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, repo_id: str | None, listing: Listing | None) -> None:
         """Read manifest and headers; parameters as in `SafetensorsSource`. Raises InputError for a damaged artifact.
 
         RequestError for an artifact whose codes differ from those of its schema.
@@ -172,8 +170,9 @@ class ArtifactSource(SafetensorsSource):
             for rank in self.artifact.grid.ranks:
                 full = f"{names.rank_file(layer, *rank)}:{name}"
                 if full not in self.tensors:
-                    what = "A rank's activation scale is missing."
-                    raise VerificationError(what, where=full, remedy=_CONVERT_AGAIN)
+                    raise VerificationError(
+                        "A rank's activation scale is missing.", where=full, remedy=_CONVERT_AGAIN
+                    )
                 in_ranks.append(self.tensors[full])
             refs[gemm] = tuple(in_ranks)
         return InputScaleTensors(inputs.a_dtype or "", refs, dict.fromkeys(refs, 1))
@@ -253,7 +252,7 @@ class ArtifactSource(SafetensorsSource):
 
     def _refuse(self, where: str, what: str, expected: object, found: object) -> None:
         """Raise VerificationError for a problem that the `weights` check of `verify` would list."""
-        raise VerificationError(what, where=str(self.root / where), expected=expected, found=found)
+        raise VerificationError(what, where=self.root / where, expected=expected, found=found)
 
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
@@ -278,7 +277,9 @@ class ArtifactSource(SafetensorsSource):
         param_dtype = code_of(self.artifact.param_dtype)
         zero_dtype = param_dtype if schema.is_fp_zero_point else "U8"
         scale_2_dtype = "F32" if schema.weight_scale_2_type == "tensor" else param_dtype
-        zeros, scale_2, bias = matrix.zero_point, matrix.scale_2, matrix.bias
+        zeros = matrix.zero_point
+        scale_2 = matrix.scale_2
+        bias = matrix.bias
         coded = CodedMatrix(
             b_dtype=schema.b_dtype,
             packed=bit_codec.pack(matrix.codes[0], schema.num_bits).to(device),

@@ -82,7 +82,7 @@ class SourceLocation:
     chosen: str | None = None
 
 
-def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
+def locate_source(src: str | Path, revision: str | None) -> SourceLocation:
     """Find the folder and kind of a source; of a Hub repo only small files are downloaded. Raises as `open_source`."""
     src, revision, chosen = parse_source_name(str(src), revision)
     root = Path(src)
@@ -159,18 +159,26 @@ def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
 def _refuse_common_mistakes(path: Path) -> None:
     """Raise RequestError for a path that users often confuse with a model's folder, and name the right one."""
     if path.is_file():
-        remedy = f"Give the folder of the model, such as {path.parent}."
-        expected = "a model folder, a GGUF file or a Hub repo id (org/name)"
-        raise RequestError("This is a file.", where=str(path), expected=expected, remedy=remedy)
+        raise RequestError(
+            "This is a file.",
+            where=path,
+            expected="a model folder, a GGUF file or a Hub repo id (org/name)",
+            remedy=f"Give the folder of the model, such as {path.parent}.",
+        )
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
-        what = "This is an adapter (LoRA), not a model: it has no experts of its own."
-        remedy = "Merge it into its base model first (peft: merge_and_unload, save_pretrained), and give that folder."
-        raise RequestError(what, where=str(path), found=ADAPTER, remedy=remedy)
+        raise RequestError(
+            "This is an adapter (LoRA), not a model: it has no experts of its own.",
+            where=path,
+            found=ADAPTER,
+            remedy="Merge it into its base model first (peft: merge_and_unload, save_pretrained), and give that "
+            "folder.",
+        )
     cached = _IN_CACHE.fullmatch(path.name)
     if cached and (path / "snapshots").is_dir():
-        remedy = f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."
         raise RequestError(
-            "This is a repo's place in the Hub's cache.", where=str(path), remedy=remedy
+            "This is a repo's place in the Hub's cache.",
+            where=path,
+            remedy=f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}.",
         )
 
 
@@ -192,9 +200,11 @@ def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool =
         return open_location(locate_source(src, revision), is_lazy=is_lazy)
 
 
-def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
+def open_location(location: SourceLocation, *, is_lazy: bool) -> Source:
     """Open a located source, as `open_source` does. The files of an artifact are checked against its manifest."""
-    root, repo_id, listing = location.root, location.repo_id, location.listing
+    root = location.root
+    repo_id = location.repo_id
+    listing = location.listing
     if location.kind in _OPENERS:
         module, function = _OPENERS[location.kind]
         opener = getattr(importlib.import_module(module), function)
@@ -225,7 +235,8 @@ def _check_against_manifest(source: Source) -> None:
     if not is_artifact(source.root):
         return
     manifest = read_manifest(source.root, is_sealed=True)
-    snapshot, listing = source.guard, source.listing
+    snapshot = source.guard
+    listing = source.listing
     snapshot.is_hashing = True
     snapshot.listed = {
         name: file.sha256 for name, file in manifest.files.items() if name not in COMPANIONS
@@ -246,7 +257,7 @@ def _check_against_manifest(source: Source) -> None:
     if wrong:
         raise InputError(
             "A file of the artifact is not what its manifest lists.",
-            where=str(source.root / min(wrong)),
+            where=source.root / min(wrong),
             expected="every file of the manifest, with its size and digest, and no other that is read",
             found=first_few(sorted(wrong)),
             remedy="Take other files away; if they are the artifact's, copy it again, or convert the model again.",

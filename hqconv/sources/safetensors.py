@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
     from hqconv.formats.encoding import SourceMatrix
 
-_NUM_THREADS = (
-    8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
-)
+# hides the latency of networks and network file systems; the parsing itself holds the GIL
+_NUM_THREADS = 8
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
@@ -83,10 +82,13 @@ class SafetensorsSource:
 
     def _begin(self, root: Path, repo_id: str | None, listing: hub.Listing | None) -> None:
         """Set what is known before the headers are read."""
-        self.root, self.place, self.repo_id = root, root, repo_id
+        self.root = root
+        self.place = root
+        self.repo_id = repo_id
         self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
         self.revision = None if repo_id is None else root.name
-        self.listing, self.guard = listing, FileSnapshot(root)
+        self.listing = listing
+        self.guard = FileSnapshot(root)
         if repo_id is not None:
             self.guard.listed = hub.cached_digests(root) if listing is None else listing.digests
         checkpoint_files.check_regular(root)
@@ -137,7 +139,7 @@ class SafetensorsSource:
         if SINGLE in here and SINGLE not in weight_map.values():
             raise InputError(
                 "The folder can be read in two ways.",
-                where=str(self.root),
+                where=self.root,
                 expected=f"{INDEX} with its shards, or {SINGLE}",
                 found=f"{INDEX}, which names {first_few(sorted(set(weight_map.values())))}, and {SINGLE}",
                 remedy=checkpoint_files.ONE_READING,
@@ -150,9 +152,11 @@ class SafetensorsSource:
         ]
         if missing:
             shown = first_few(missing)
-            what = f"Shards that the index names are missing ({len(missing)} of {len(tensor_of)}): {shown}."
-            where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
-            raise InputError(what, where=where, remedy="Copy or download the missing files.")
+            raise InputError(
+                f"Shards that the index names are missing ({len(missing)} of {len(tensor_of)}): {shown}.",
+                where=f"{self.root}, tensor {tensor_of[missing[0]]!r} and others",
+                remedy="Copy or download the missing files.",
+            )
 
     def _read_files(self, names: list[str]) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef]]:
         """Read the headers of all files: the files and all their tensors."""
@@ -163,19 +167,16 @@ class SafetensorsSource:
             twice = tensors.keys() & refs.keys()
             if twice:
                 name = min(twice)
-                first, second = names[tensors[name].file], names[refs[name].file]
+                first = names[tensors[name].file]
+                second = names[refs[name].file]
                 raise checkpoint_files.tensor_in_two_files(name, first, second)
             tensors |= refs
         return tuple(file for file, _ in read), tensors
 
     def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef]]:
-        if self._is_far(name):
-            size, mtime_ns = self._size(name), 0
-        else:
-            status = self.guard.look(name)
-            size, mtime_ns = status.st_size, status.st_mtime_ns if self.repo_id is None else 0
+        size = self._size(name) if self._is_far(name) else self.guard.look(name).st_size
         refs, sha256 = self._read_header(name, number)
-        return SourceFile(name, size, sha256, mtime_ns), refs
+        return SourceFile(name, size, sha256), refs
 
     def _is_far(self, name: str) -> bool:
         return self.listing is not None and not (self.root / name).is_file()
@@ -185,7 +186,8 @@ class SafetensorsSource:
         if self.listing is None or not self._is_far(name):
             tensors, _, sha256 = read_header(self.root / name, number)
         else:
-            where, size = f"{self.repo_id}/{name}", self._size(name)
+            where = f"{self.repo_id}/{name}"
+            size = self._size(name)
             head = self.listing.read_head(name)
             tensors, _, sha256 = parse_header(where, head, size, number)
         return tensors, sha256
@@ -229,7 +231,8 @@ class SafetensorsSource:
             self.guard.place(name, path)
 
     def _check_fetched(self, name: str, path: Path) -> None:
-        expected, found = self._size(name), path.stat().st_size
+        expected = self._size(name)
+        found = path.stat().st_size
         if expected != found:
             raise NetworkError(
                 "A download has another size than the Hub says.",
@@ -242,7 +245,7 @@ class SafetensorsSource:
         if file is not None and self._header_sha256(path) != file.header_sha256:
             raise InputError(
                 "A download has another header than the Hub sent before.",
-                where=str(path),
+                where=path,
                 remedy="Try again.",
             )
 
@@ -331,7 +334,8 @@ class SafetensorsSource:
         assert self.listing is not None
         data = memoryview(self.listing.read(name, offset, offset + sum(map(len, views))))
         for view in views:
-            view[:], data = data[: len(view)], data[len(view) :]
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
 
     def close(self) -> None:
         """Close the files; no read may be under way, and none may follow."""
@@ -349,8 +353,12 @@ class SafetensorsSource:
         return open_regular(self.guard.path_of(name))
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
-        where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
-        return InputError(what, where=where, found=found, remedy=_KEEP)
+        return InputError(
+            what,
+            where=f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}",
+            found=found,
+            remedy=_KEEP,
+        )
 
 
 def decoded_expert(
@@ -362,7 +370,8 @@ def decoded_expert(
     read_once = functools.cache(read)
     matrices = {}
     for role in roles:
-        parts, names = {}, {}
+        parts = {}
+        names = {}
         for part, ref in layer.sources[expert][role].items():
             tensor_slice = layer.slices[role][part]
             whole = read_once(ref)
@@ -390,13 +399,12 @@ def _quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         if isinstance(mlx, dict) and "bits" in mlx:
             return dict(mlx)
         if found is not None:
-            what, where = (
-                "The checkpoint's quantization config is not an object.",
-                "quantization_config",
-            )
-            remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
             raise InputError(
-                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
+                "The checkpoint's quantization config is not an object.",
+                where="quantization_config",
+                expected="an object or null",
+                found=repr(found),
+                remedy=f"Restore it in {CONFIG}; leave it out where nothing is quantized.",
             )
     path = root / checkpoint_files.HF_QUANT_CONFIG
     if path.is_file():

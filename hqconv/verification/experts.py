@@ -37,7 +37,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.quantize import ErrorSums, quantize_stacks
 from hqconv.quantization.quantized import rotate
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import GEMM_OF, GEMMS, KERNEL, rank_file
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.tensors import code_of_torch
 from hqconv.schemas.weight_schema import WeightSchema
@@ -60,13 +60,11 @@ _MAX_READERS = 8
 _SLACK_BYTES = 1 << 12  # of a buffer, between aligned tensors
 _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
 _NUM_ON_DEVICE = 2  # batches on the device: one is computed, while work on the next one is launched
-_GPU_BYTES_PER_WEIGHT = (
-    64  # of one expert's weights, while codes and float64 sums of its projections are computed
-)
+# of one expert's weights, while codes and float64 sums of its projections are computed
+_GPU_BYTES_PER_WEIGHT = 64
 
-Place = Callable[
-    [str, Sequence[int], Sequence[int]], str
-]  # tensor, shape and index of a value → where it lies
+# tensor, shape and index of a value → where it lies
+Place = Callable[[str, Sequence[int], Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Original:
     source: Source
     layer: MoeLayer
     encoding: LayerEncoding
-    is_calibrated: bool = False
+    is_calibrated: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +131,16 @@ class LayerCheck:
         shards: Mapping[str, str],
     ) -> None:
         """Check the headers of all ranks. shards: tensor name → file, of the checkpoint layout."""
-        self.artifact, self.layer, self.original = artifact, layer, original
-        self.shards, self.schema = shards, artifact.schema_of(layer.name)
+        self.artifact = artifact
+        self.layer = layer
+        self.original = original
+        self.shards = shards
+        self.schema = artifact.schema_of(layer.name)
         self.findings: list[Finding] = []
-        is_kernel = artifact.spec.layout == names.KERNEL and not layer.is_linear
+        is_kernel = artifact.spec.layout == KERNEL and not layer.is_linear
         self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
         self.folding = self._folding()
-        self.misread = {gemm: misread_code(artifact, layer.name, gemm) for gemm in names.GEMMS}
+        self.misread = {gemm: misread_code(artifact, layer.name, gemm) for gemm in GEMMS}
 
     @property
     def is_compared(self) -> bool:
@@ -163,7 +164,7 @@ class LayerCheck:
     def run(self, expert: int) -> ExpertResult:
         """Check one expert on the CPU, and name everything that is wrong with it."""
         total = ExpertResult()
-        for gemm in names.GEMMS:
+        for gemm in GEMMS:
             roles = roles_of(self.layer, gemm)
             if not roles:
                 continue
@@ -205,8 +206,12 @@ class LayerCheck:
     ) -> None:
         for role in found:
             if not math.isfinite(outcome.figures[role].decoded_power):
-                where = f"layer {self.layer.name}, {role} of expert {expert}"
-                outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
+                outcome.note(
+                    f"layer {self.layer.name}, {role} of expert {expert}",
+                    "Decoded weights are not finite.",
+                    "numbers",
+                    "NaN or infinity",
+                )
         if expected is None:
             return
         for role in found:
@@ -224,11 +229,13 @@ class LayerCheck:
         """Note where calibrated matrices are not the source's, and add their sketches."""
         dtype = self.artifact.param_dtype
         for role, stack in decoded.items():
-            weights, schema = expected.weights[role], self.schema.of(role)
+            weights = expected.weights[role]
+            schema = self.schema.of(role)
             rounded = expected.stacks[role]
             found_sums, found_sketch = sums_and_sketch(stack, weights, schema, dtype)
             rounded_sums, _ = sums_and_sketch(rounded, weights, schema, dtype)
-            decoded_sketch, source_sketch = found_sketch.cpu(), sketch(weights).cpu()
+            decoded_sketch = found_sketch.cpu()
+            source_sketch = sketch(weights).cpu()
             for index, result in enumerate(results):
                 result.sketches[role] = Sketches(source_sketch[index], decoded_sketch[index])
                 where = f"layer {self.layer.name}, {role} of expert {experts[index]}"
@@ -252,16 +259,14 @@ class LayerCheck:
         base = self.layer.module(expert, role) + "."
         if self.reader is None:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
-        slices, axis = (
-            tp_slices(self.layer.intermediate_size, self.artifact.grid, self.schema),
-            1 if gemm == "w2" else 0,
-        )
+        slices = tp_slices(self.layer.intermediate_size, self.artifact.grid, self.schema)
+        axis = 1 if gemm == "w2" else 0
         # A value's index in its tensor, as a row or column of the matrix.
         is_cut = axis < len(shape) and shape[axis] > 1
         place = index[axis] * slices[-1].end // shape[axis] if is_cut else 0
         tp_rank = next(part.rank for part in slices if place < part.end)
         ep_rank, local = self.artifact.grid.homes(self.layer.num_experts)[expert][0]
-        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+        path = rank_file(self.layer.name, tp_rank, ep_rank)
         return f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, {role} of expert {expert} (local {local})"
 
     def _expected_alone(self, expert: int, roles: Sequence[str]) -> QuantizedSource | None:
@@ -308,14 +313,16 @@ class LayerCheck:
         """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
         columns = []
         for role, stack in decoded.items():
-            weights, wrong = None, stack.wrong
+            weights = None
+            wrong = stack.wrong
             if expected is not None:
                 weights = expected.weights[role]
                 if self.is_compared:
                     wrong = differs(stack, expected.stacks[role])
-            misread = self.misread[names.GEMM_OF.get(role, "w13")]
-            dtype = self.artifact.param_dtype
-            columns.append(measure(stack, weights, self.schema.of(role), dtype, misread))
+            misread = self.misread[GEMM_OF.get(role, "w13")]
+            columns.append(
+                measure(stack, weights, self.schema.of(role), self.artifact.param_dtype, misread)
+            )
             columns.append(wrong.double().unsqueeze(1))
         rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
         quantizer = {} if expected is None else expected.error_sums()
@@ -328,7 +335,8 @@ class LayerCheck:
             result.is_wrong = not all(map(math.isfinite, row))
             for number, (role, stack) in enumerate(decoded.items()):
                 start = number * (NUM_FIGURES + 1)
-                numbers, is_wrong = row[start : start + NUM_FIGURES], row[start + NUM_FIGURES]
+                numbers = row[start : start + NUM_FIGURES]
+                is_wrong = row[start + NUM_FIGURES]
                 schema = self.schema.of(role)
                 figures = figures_of(numbers, stack, schema, has_source=expected is not None)
                 if quantizer and self.is_compared:
@@ -364,7 +372,8 @@ class LayerCheck:
 
     def _batch_size(self, staging: BatchStaging) -> int:
         """Experts in a batch: 0 if not even one fits, if a header is wrong, or if the source reads for itself."""
-        layer, original = self.layer, self.original
+        layer = self.layer
+        original = self.original
         if (
             self.reader is None
             or self.findings
@@ -372,9 +381,8 @@ class LayerCheck:
         ):
             return 0
         try:
-            expert_bytes = self.reader.plan(
-                range(1)
-            ).num_bytes  # the first expert has as many copies as any
+            # the first expert has as many copies as any
+            expert_bytes = self.reader.plan(range(1)).num_bytes
         except (HqconvError, OSError):
             return 0
         if original is not None:
@@ -384,7 +392,8 @@ class LayerCheck:
         return max(0, min((staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
 
     def _check_batch(self, experts: range, batches: Batches) -> list[ExpertResult]:
-        original, reader = self.original, self.reader
+        original = self.original
+        reader = self.reader
         assert reader is not None
         stored = reader.plan(experts)
         raw_layout = None if original is None else RawLayout(original.layer, experts)
@@ -398,7 +407,8 @@ class LayerCheck:
                 buffer = host[: begin + stored.num_bytes].to(
                     batches.staging.device, non_blocking=True
                 )
-                found, expected = reader.decode(stored, buffer[begin:]), None
+                found = reader.decode(stored, buffer[begin:])
+                expected = None
                 if original is not None and raw_layout is not None:
                     raw = RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
                     expected = self._expected_batch(original, experts, raw)
@@ -523,7 +533,8 @@ def unequal_fields(found: DecodedStack, expected: DecodedStack) -> dict[str, tor
     if found.scale_dtype != expected.scale_dtype:
         unequal["scale_dtype"] = None
     for name in TENSOR_OF:
-        left, right = getattr(found, name), getattr(expected, name)
+        left = getattr(found, name)
+        right = getattr(expected, name)
         if left is None and right is None:
             continue
         if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
@@ -560,7 +571,8 @@ def compare(found: DecodedStack, expected: DecodedStack, where: Place, note: Not
     """Note every kind of value in which one expert's projection (E = 1) is not as expected; True if none is."""
     is_equal = True
     for name, wrong in unequal_fields(found, expected).items():
-        left, right = getattr(found, name), getattr(expected, name)
+        left = getattr(found, name)
+        right = getattr(expected, name)
         if name == "scale_dtype":
             what = "Scales are of another dtype than the schema's."
             note(where("weight_scale", (1,), (0,)), what, right, left)

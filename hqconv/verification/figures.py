@@ -22,13 +22,12 @@ from hqconv.layout_decoder.decode import DecodedStack, decoded_rows, decoded_wei
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.quantization.quantize import ErrorSums
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.result import CheckResult, compare_dicts
 from hqconv.version import __version__
 
-_DECODED = 2.0**-20  # of a weight: error of float32 products on top of its scale's change
 _RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 _NOT_MEASURED = "The recorded error is not the measured one."
 
@@ -41,8 +40,13 @@ def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # ty
     [K] and `row`, the same memory as float32, hold one row at a time.
     """
     group_size = np.uint64(decoded_NK.shape[1] // num_groups)
-    error, power, dot, decoded_power = 0.0, 0.0, 0.0, 0.0
-    worst, worst_n, worst_g = 0.0, 0, 0
+    error = 0.0
+    power = 0.0
+    dot = 0.0
+    decoded_power = 0.0
+    worst = 0.0
+    worst_n = 0
+    worst_g = 0
     for n in range(decoded_NK.shape[0]):
         weights = row
         if len(weights_NK):
@@ -52,12 +56,13 @@ def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # ty
                 widened[k] = np.uint32(bits_NK[n, k]) << np.uint32(16)
         for g in range(num_groups):
             start = np.uint64(g) * group_size
-            group_error, group_power, group_dot, group_decoded = 0.0, 0.0, 0.0, 0.0
+            group_error = 0.0
+            group_power = 0.0
+            group_dot = 0.0
+            group_decoded = 0.0
             for k in range(group_size):
-                weight, decoded = (
-                    np.float64(weights[start + k]),
-                    np.float64(decoded_NK[n, start + k]),
-                )
+                weight = np.float64(weights[start + k])
+                decoded = np.float64(decoded_NK[n, start + k])
                 group_error += (weight - decoded) * (weight - decoded)
                 group_power += weight * weight
                 group_dot += weight * decoded
@@ -67,7 +72,9 @@ def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # ty
             dot += group_dot
             decoded_power += group_decoded
             if group_power > 0 and group_error / group_power > worst:
-                worst, worst_n, worst_g = group_error / group_power, n, g
+                worst = group_error / group_power
+                worst_n = n
+                worst_g = g
     return error, power, dot, decoded_power, worst, worst_n, worst_g
 
 
@@ -80,16 +87,16 @@ class Figures:
     num_misread: codes that the kernels are known to misread.
     """
 
-    error: float = 0.0
-    power: float = 0.0
-    dot: float = 0.0
-    worst: tuple[float, int, int] = (0.0, 0, 0)
-    decoded_power: float = 0.0
-    num_zero_scales: int = 0
-    num_scales: int = 0
-    num_flushed: int = 0
-    num_misread: int = 0
-    has_source: bool = False
+    error: float
+    power: float
+    dot: float
+    worst: tuple[float, int, int]
+    decoded_power: float
+    num_zero_scales: int
+    num_scales: int
+    num_flushed: int
+    num_misread: int
+    has_source: bool
     quantizer: ErrorSums | None = None
     is_folded: bool = False
 
@@ -159,7 +166,8 @@ def _sums_of_expert(
 ) -> list[float]:
     """The first six figures of one expert on the CPU, by compiled loops, some rows at a time."""
     sums: list[Sequence[float]] = []
-    worst, index = 0.0, 0
+    worst = 0.0
+    index = 0
     for begin, decoded in decoded_rows(stack, schema, param_dtype, expert):
         if source is None:
             sums.append((0.0, 0.0, 0.0, _sums(None, decoded, num_groups)[3]))
@@ -169,16 +177,19 @@ def _sums_of_expert(
         )
         sums.append(of_rows)
         if ratio > worst:
-            worst, index = ratio, (begin + row) * num_groups + group
+            worst = ratio
+            index = (begin + row) * num_groups + group
     return [*(math.fsum(column) for column in zip(*sums, strict=True)), worst, index]
 
 
 def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple[Any, ...]:
     """Run `sum_groups` on some rows; without a source on the decoded rows against themselves."""
-    none, bits = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
+    none = np.empty((0, 0), np.float32)
+    bits = np.empty((0, 0), np.uint16)
     widened = np.empty(decoded.shape[1], np.uint32)
     if source is not None and source.dtype == torch.bfloat16:
-        weights, bits = none, source.contiguous().view(torch.int16).numpy().view(np.uint16)
+        weights = none
+        bits = source.contiguous().view(torch.int16).numpy().view(np.uint16)
     else:
         weights = decoded if source is None else source.float().contiguous().numpy()
     sums: tuple[Any, ...] = sum_groups(
@@ -205,7 +216,8 @@ def _sums_of_stack(
         size = decoded.size(2) // num_groups
         error = (weights - decoded).square().view(num_experts, -1, size).sum(2)
         power = weights.square().view(num_experts, -1, size).sum(2)
-        columns[0], columns[1] = error.sum(1), power.sum(1)
+        columns[0] = error.sum(1)
+        columns[1] = power.sum(1)
         columns[4], index = torch.where(power > 0, error / power, 0.0).max(1)
         columns[5] = index.double()
     return torch.stack(columns, 1)
@@ -221,7 +233,8 @@ class LineSums:
 
 def line_sums(weights: torch.Tensor, decoded: torch.Tensor) -> LineSums:
     """Sum up products of matrices [..., N, K]."""
-    w, d = weights.double(), decoded.double()
+    w = weights.double()
+    d = decoded.double()
     products = [w.square(), d.square(), w * d]
     rows, columns = (torch.stack([p.sum(axis) for p in products], -1) for axis in (-1, -2))
     return LineSums(rows.cpu().numpy(), columns.cpu().numpy())
@@ -236,10 +249,12 @@ def sums_and_sketch(
         decoded = decoded_weights(stack, schema, param_dtype)
         sums = line_sums(source, decoded)
         return [*map(LineSums, sums.rows, sums.columns)], sketch(decoded)
-    each, sketches = [], []
+    each = []
+    sketches = []
     chosen = _sketched_rows(num_rows)
     for expert in range(num_experts):
-        parts, rows = [], []
+        parts = []
+        rows = []
         for begin, values in decoded_rows(stack, schema, param_dtype, expert):
             decoded = torch.from_numpy(values)
             parts.append(line_sums(source[expert, begin : begin + len(values)], decoded))
@@ -276,10 +291,14 @@ def strays(found: LineSums, rounded: LineSums) -> Iterator[tuple[str, str, str]]
 
     rounded: of round-to-nearest. Angles do not tell a scale: the gain does.
     """
-    totals, of_rounding = found.rows.sum(0), rounded.rows.sum(0)
-    tangent, nearest = float(tangents(totals)), max(float(tangents(of_rounding)), _LEAST_TANGENT)
-    cosine, least = 1 / math.hypot(1, tangent), 1 / math.hypot(1, _FURTHER * nearest)
-    num_rows, num_columns = len(found.rows), len(found.columns)
+    totals = found.rows.sum(0)
+    of_rounding = rounded.rows.sum(0)
+    tangent = float(tangents(totals))
+    nearest = max(float(tangents(of_rounding)), _LEAST_TANGENT)
+    cosine = 1 / math.hypot(1, tangent)
+    least = 1 / math.hypot(1, _FURTHER * nearest)
+    num_rows = len(found.rows)
+    num_columns = len(found.columns)
     # How far a sound cosine may be smaller by chance, times the root of its count of numbers.
     chance = _CHANCE * (1 - cosine**2)
     what = "The calibrated weights are not the source's."
@@ -427,8 +446,9 @@ def check_recorded(
     Only of projections of which every expert was measured. A calibration is not repeated.
     """
     for role in sorted(recorded.keys() | figures.keys()):
-        where = f"{names.MANIFEST}: {layer.name}: quantization_error: {role}"
-        of_role, error = figures.get(role, []), recorded.get(role)
+        where = f"{MANIFEST}: {layer.name}: quantization_error: {role}"
+        of_role = figures.get(role, [])
+        error = recorded.get(role)
         if role not in figures or error is None:
             what = "The recorded errors are not those of the layer's projections."
             result.add(where, what, list(figures), error and error.to_dict())
@@ -437,15 +457,15 @@ def check_recorded(
         is_repeated = len(sums) == layer.num_experts
         if len(of_role) < layer.num_experts or not (is_repeated or not sums):
             continue
-        expected, what = error.to_dict(), _NOT_MEASURED
+        expected = error.to_dict()
+        what = _NOT_MEASURED
         if is_repeated:
             expected = projection_errors([{role: one} for one in sums], is_coded=is_coded)[role]
             if expected != error.to_dict():
                 compare_dicts(where, what, expected, error.to_dict(), result)
                 continue
-        elif any(
-            one.num_flushed or one.is_folded for one in of_role
-        ):  # the layout has changed what was recorded
+        elif any(one.num_flushed or one.is_folded for one in of_role):
+            # the layout has changed what was recorded
             continue
         # Experts that were kept unchanged have no error; the total is of the others.
         changed = [
@@ -468,7 +488,7 @@ def check_search(artifact: Artifact, result: CheckResult) -> None:
     if quantizer != MSE or artifact.manifest.quantizer_version == quantizer_version(quantizer):
         return
     result.add(
-        f"{names.MANIFEST}: quantizer_version",
+        f"{MANIFEST}: quantizer_version",
         "The scales were searched for by another version of the search, which cannot be repeated here: "
         "verify against the source with the hqconv that made the artifact, or convert again.",
         f"{quantizer_version(quantizer)} (hqconv {__version__})",

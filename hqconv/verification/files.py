@@ -36,7 +36,20 @@ from hqconv.io.pipeline import stop_threads
 from hqconv.layout_decoder.codes import Array
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import ReferenceTensor, Source, SourceReference
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import (
+    CARD,
+    COMPANIONS,
+    CONFIG,
+    GEMMS,
+    INDEX,
+    INPUT_SCALE,
+    JOURNAL,
+    MANIFEST,
+    SUMS,
+    input_scale,
+    journal_part,
+    rank_file,
+)
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_json
 from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding
@@ -54,7 +67,7 @@ def check_files(
     """
     result = CheckResult("files")
     if artifact.manifest.alteration is not None:
-        result.add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
+        result.add(f"{MANIFEST}: digest", *artifact.manifest.alteration)
     _check_disk(artifact, num_threads, meter, result)
     _check_beside(artifact, result)
     _note_versions(artifact, result)
@@ -65,12 +78,13 @@ def check_files(
         if expected is not None:
             _check_documents(artifact, expected, result)
             _check_headers(artifact, expected, result)
-    _check_listed(artifact, source, expected, result)
+    _check_listed(artifact, expected, result)
     if artifact.manifest.is_kernel:
         check_rank_scales(artifact, result)
     if source is None:
-        what = "copied tensors and copied files were not compared with the source: it was not given"
-        result.notes.append(what)
+        result.notes.append(
+            "copied tensors and copied files were not compared with the source: it was not given"
+        )
     return result
 
 
@@ -86,28 +100,31 @@ def _expected(
     except NetworkError:
         raise
     except HqconvError as error:
-        origin = "source" if source is not None else names.MANIFEST
+        origin = "source" if source is not None else MANIFEST
         result.add_error(error, f"{origin}: ")
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:  # Humming's
-        what = "The manifest describes a layout that Humming does not have."
-        result.add(names.MANIFEST, what, "", f"{type(error).__name__}: {error}")
+        result.add(
+            MANIFEST,
+            "The manifest describes a layout that Humming does not have.",
+            "",
+            f"{type(error).__name__}: {error}",
+        )
     return None
 
 
 def _check_documents(artifact: Artifact, expected: ExpectedArtifact, result: CheckResult) -> None:
     """Compare the manifest's structure, config.json and the index of the shards."""
     documents: list[tuple[str, object, object]] = [
-        (names.MANIFEST, expected.manifest, structure(artifact.manifest)),
-        (names.CONFIG, expected.config, _json_object(artifact, names.CONFIG, result)),
+        (MANIFEST, expected.manifest, structure(artifact.manifest)),
+        (CONFIG, expected.config, _json_object(artifact, CONFIG, result)),
     ]
     if expected.index is not None:
-        index = _json_object(artifact, names.INDEX, result)
-        documents.append((names.INDEX, expected.index, index))
+        index = _json_object(artifact, INDEX, result)
+        documents.append((INDEX, expected.index, index))
     for path, planned, found in documents:
         for key, value, other in differences(planned, found):
-            if (
-                key == "quantizer_version"
-            ):  # of another hqconv: `check_search` says where that matters
+            # of another hqconv: `check_search` says where that matters
+            if key == "quantizer_version":
                 continue
             result.add(f"{path}: {key}", sentence(key), short_text(value), short_text(other))
 
@@ -117,11 +134,9 @@ def check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -
     result = CheckResult("files")
     expected = _expected(artifact, source, result)
     if expected is not None:
-        config = _json_object(artifact, names.CONFIG, result)
+        config = _json_object(artifact, CONFIG, result)
         for key, value, other in differences(expected.config, config):
-            result.add(
-                f"{names.CONFIG}: {key}", sentence(key), short_text(value), short_text(other)
-            )
+            result.add(f"{CONFIG}: {key}", sentence(key), short_text(value), short_text(other))
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         _compare_copied(artifact, source, source.reference(), pool, result)
     return result
@@ -149,32 +164,37 @@ def _check_headers(artifact: Artifact, expected: ExpectedArtifact, result: Check
         if artifact.size_of(path) is None:
             continue
         if entry.size_bytes != file.size_bytes:
-            what = "A file has another size than its tensors need."
-            result.add(path, what, file.size_bytes, entry.size_bytes)
+            result.add(
+                path,
+                "A file has another size than its tensors need.",
+                file.size_bytes,
+                entry.size_bytes,
+            )
         try:
             for key, value, other in header_differences(artifact, file):
                 result.add(f"{path}, {key}", sentence(key), short_text(value), short_text(other))
         except VerificationError as error:
-            what = "A safetensors file is damaged."
-            result.add(path, what, error.expected, f"{error.what}: {error.found}")
+            result.add(
+                path,
+                "A safetensors file is damaged.",
+                error.expected,
+                f"{error.what}: {error.found}",
+            )
 
 
 def _check_listed(
-    artifact: Artifact,
-    source: Source | None,
-    expected: ExpectedArtifact | None,
-    result: CheckResult,
+    artifact: Artifact, expected: ExpectedArtifact | None, result: CheckResult
 ) -> None:
     """Check that the manifest lists the documents of every artifact, and no weights but the planned ones."""
-    documents = [names.CONFIG, names.CARD]
+    documents = [CONFIG, CARD]
     if expected is not None and expected.index is not None:
-        documents.append(names.INDEX)
+        documents.append(INDEX)
     for name in documents:
         if name not in artifact.manifest.files:
             result.add(name, "The manifest does not list a document.", "listed", "absent")
     if expected is None:
         return
-    copied = set(artifact.manifest.files) - expected.files.keys() - {*documents, names.SUMS}
+    copied = set(artifact.manifest.files) - expected.files.keys() - {*documents, SUMS}
     for path in sorted(copied):
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json"))
         if is_weights or path.split("/")[0] in WEIGHT_FOLDERS or path.endswith(_SAFETENSORS):
@@ -194,7 +214,7 @@ def _check_disk(
         if size is None:
             expected = f"{entry.size_bytes} bytes"
             result.add(path, "A file of the manifest is missing.", expected, "no such file")
-        elif path == names.CARD:  # people may edit it: a note says so
+        elif path == CARD:  # people may edit it: a note says so
             continue
         elif size != entry.size_bytes:
             result.add(path, "A file has another size.", entry.size_bytes, size)
@@ -208,8 +228,12 @@ def _check_disk(
     for path in present:
         expected = artifact.manifest.files[path].sha256
         if digests[path] != expected:
-            what = "A file's bytes are not those the manifest records."
-            result.add(path, what, f"sha256 {expected}", digests[path])
+            result.add(
+                path,
+                "A file's bytes are not those the manifest records.",
+                f"sha256 {expected}",
+                digests[path],
+            )
 
 
 def _hash_files(
@@ -247,21 +271,23 @@ def _check_beside(artifact: Artifact, result: CheckResult) -> None:
 
     Allowed are companions of publishing, and the journal of a conversion that was killed when all was written.
     """
-    root, manifest = artifact.root, artifact.manifest
-    listed = {names.MANIFEST, *manifest.files}
+    root = artifact.root
+    manifest = artifact.manifest
+    listed = {MANIFEST, *manifest.files}
     paths = artifact.paths()
-    has_card = names.CARD in manifest.files and (root / names.CARD).is_file()
+    has_card = CARD in manifest.files and (root / CARD).is_file()
     if has_card and not is_own_card(root, manifest):
-        result.notes.append(f"{names.CARD} was edited since the conversion")
-    if (root / names.SUMS).is_file() and not is_own_sums(root, manifest):
-        result.notes.append(f"{names.SUMS} does not say what the manifest does")
-    if names.JOURNAL in paths:
-        note = "a killed conversion left its journal: repeat its command with --resume to tidy up"
-        result.notes.append(note)
+        result.notes.append(f"{CARD} was edited since the conversion")
+    if (root / SUMS).is_file() and not is_own_sums(root, manifest):
+        result.notes.append(f"{SUMS} does not say what the manifest does")
+    if JOURNAL in paths:
+        result.notes.append(
+            "a killed conversion left its journal: repeat its command with --resume to tidy up"
+        )
     folders = {folder.as_posix() for path in listed for folder in Path(path).parents}
-    allowed = {*listed, *folders, names.JOURNAL}
+    allowed = {*listed, *folders, JOURNAL}
     for path in paths:
-        is_companion = path.split("/")[0] in names.COMPANIONS or names.journal_part(path)
+        is_companion = path.split("/")[0] in COMPANIONS or journal_part(path)
         if path not in allowed and not is_companion:
             result.add(path, "A file is not in the manifest.", "no such file", "present")
 
@@ -272,8 +298,9 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
     with suppress(PackageNotFoundError):
         installed = version("humming-kernels")
         if made_with != installed:
-            note = f"made with humming-kernels {made_with}, checked against {installed}"
-            result.notes.append(note)
+            result.notes.append(
+                f"made with humming-kernels {made_with}, checked against {installed}"
+            )
 
 
 def is_static(artifact: Artifact, layer: str) -> bool:
@@ -292,9 +319,12 @@ def check_rank_scales(artifact: Artifact, result: CheckResult) -> None:
         recorded = _recorded(artifact, layer)
         for gemm, scale in recorded.items():
             if not _is_scale(scale):
-                where = f"{names.MANIFEST}: {layer}: {gemm}: {names.INPUT_SCALE}"
-                what = "A static activation scale is not one that a conversion writes."
-                result.add(where, what, "a float32 above zero", scale)
+                result.add(
+                    f"{MANIFEST}: {layer}: {gemm}: {INPUT_SCALE}",
+                    "A static activation scale is not one that a conversion writes.",
+                    "a float32 above zero",
+                    scale,
+                )
         _compare(artifact, layer, recorded, "manifest", result)
 
 
@@ -312,14 +342,17 @@ def check_source_scales(
             return
     for gemm, scale in _recorded(artifact, layer).items():
         if scale != expected.get(gemm):
-            where = f"{names.MANIFEST}: {layer}: {gemm}: {names.INPUT_SCALE}"
-            what = "A static activation scale is not the source's."
-            result.add(where, what, expected.get(gemm, "none"), scale)
+            result.add(
+                f"{MANIFEST}: {layer}: {gemm}: {INPUT_SCALE}",
+                "A static activation scale is not the source's.",
+                expected.get(gemm, "none"),
+                scale,
+            )
     _compare(artifact, layer, expected, "source", result)
 
 
 def _recorded(artifact: Artifact, layer: str) -> dict[str, float | None]:
-    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
+    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in GEMMS}
     return {gemm: None if entry is None else entry.input_scale for gemm, entry in entries.items()}
 
 
@@ -334,18 +367,21 @@ def _compare(
 ) -> None:
     """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:
-        for gemm in names.GEMMS:
-            name = names.input_scale(layer, gemm, artifact.layer_spec_of(layer).inputs)
-            where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {name}"
+        for gemm in GEMMS:
+            name = input_scale(layer, gemm, artifact.layer_spec_of(layer).inputs)
+            where = f"{rank_file(layer, tp_rank, ep_rank)}, tensor {name}"
             try:
                 found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)
             except (HqconvError, OSError) as error:
-                what = "An activation scale cannot be read."
-                result.add(where, what, "F32 [1]", str(error))
+                result.add(where, "An activation scale cannot be read.", "F32 [1]", error)
                 continue
             if found != expected.get(gemm):
-                what = f"A static activation scale is not the {owner}'s."
-                result.add(where, what, expected.get(gemm, "none"), found)
+                result.add(
+                    where,
+                    f"A static activation scale is not the {owner}'s.",
+                    expected.get(gemm, "none"),
+                    found,
+                )
 
 
 CHUNK_BYTES = 8 << 20
@@ -394,8 +430,12 @@ def _check_identity(
     digests = pool.map(lambda name: _digest_of(source, name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
         if digest not in (None, sha256):
-            where = f"{names.MANIFEST}: source, file {name}"
-            result.add(where, _NOT_CONVERTED, f"sha256 {sha256}", f"sha256 {digest}")
+            result.add(
+                f"{MANIFEST}: source, file {name}",
+                _NOT_CONVERTED,
+                f"sha256 {sha256}",
+                f"sha256 {digest}",
+            )
 
 
 def _digest_of(source: Source, name: str) -> str | None:
@@ -439,17 +479,24 @@ def _check_stored(artifact: Artifact, reference: SourceReference, result: CheckR
     """Check that no tensor of the source's files is lost, and that each projection is of the right one."""
     tensors = artifact.manifest.tensors
     for name in reference.lost(tensors.copied, tensors.converted, tensors.dropped):
-        what = "A tensor of the source's files is in no tensor of the artifact."
         found = tensors.dropped.get(name, "absent")
-        result.add(f"source: {name}", what, "in a model shard", found)
+        result.add(
+            f"source: {name}",
+            "A tensor of the source's files is in no tensor of the artifact.",
+            "in a model shard",
+            found,
+        )
     for layer in artifact.layers:
         with suppress(VerificationError):  # a finding of the structure's check
             for role, slices in artifact.moe_layer(layer).slices.items():
                 weight = slices["weight"]
                 if not reference.is_projection(role, weight.template, weight.view.index):
-                    where = f"{names.MANIFEST}: {layer}: source_parts: {role}"
-                    what = "A projection is another tensor of the source's files."
-                    result.add(where, what, role, weight.template)
+                    result.add(
+                        f"{MANIFEST}: {layer}: source_parts: {role}",
+                        "A projection is another tensor of the source's files.",
+                        role,
+                        weight.template,
+                    )
 
 
 def _difference(
@@ -504,7 +551,7 @@ def _source_bytes(source: Source, ref: TensorRef) -> Iterator[Array]:
 
 def _compare_other_files(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Compare the files beside the weights, e.g. the tokenizer's; files that were generated are not made again."""
-    own = (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
+    own = (CONFIG, INDEX, CARD, SUMS)
     listed: Mapping[str, object] = artifact.manifest.files
     others = {path for path in listed if path not in own and Path(path).suffix != ".safetensors"}
     others -= set(source.sidecar_files.generated)
@@ -515,6 +562,7 @@ def _compare_other_files(artifact: Artifact, source: Source, result: CheckResult
         result.add(path, "A copied file is not the source's.", "absent", "in the manifest")
     source.fetch(sorted(others & theirs))
     for path in sorted(others & theirs):
-        expected, found = sha256_of(source.root / path), artifact.manifest.files[path].sha256
+        expected = sha256_of(source.root / path)
+        found = artifact.manifest.files[path].sha256
         if expected != found:
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)

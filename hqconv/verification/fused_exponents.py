@@ -19,7 +19,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.scales import float_values, look_up
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas import artifact_names as names
+from hqconv.schemas.artifact_names import GEMM_OF, GEMMS
 from hqconv.schemas.grid import TpSlice, tp_slices
 
 _ONE = 127  # 1.0 in e8m0: the scale of padded rows
@@ -32,7 +32,7 @@ def folded_gemms(artifact: Artifact, layer: str) -> list[str]:
     """Return the GEMMs of a layer in whose codes exponents of the scales are fused."""
     if layer not in artifact.layers:
         return []  # linear layers are in no kernel's layout
-    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
+    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in GEMMS}
     return [gemm for gemm, entry in entries.items() if entry and entry.has_fused_exponents]
 
 
@@ -61,7 +61,7 @@ class FusedExponents:
 
     def folds(self, role: str) -> bool:
         """Return whether exponents are fused into the codes of the projection w1, w3 or w2."""
-        return names.GEMM_OF[role] in self.is_by_rows
+        return GEMM_OF[role] in self.is_by_rows
 
     def fold(self, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
         """Return quantized projections by role as the ranks hold them, joined again."""
@@ -127,10 +127,8 @@ def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
         )
         for gemm in gemms
     }
-    schema, is_int8 = (
-        artifact.schema_of(layer.name),
-        artifact.layer_spec_of(layer.name).inputs.a_dtype == "int8",
-    )
+    schema = artifact.schema_of(layer.name)
+    is_int8 = artifact.layer_spec_of(layer.name).inputs.a_dtype == "int8"
     slices = tp_slices(layer.intermediate_size, artifact.grid, schema)
     is_by_rows = {gemm: is_int8 or schema.of(gemm).has_row_scale for gemm in gemms}
     return FusedExponents(3 if is_int8 else 11, is_by_rows, slices, is_padded)
@@ -144,7 +142,8 @@ def folding_bytes(artifact: Artifact, layer: MoeLayer) -> int:
 
 def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:
     """Cut a rank's part of codes, or of scales along the same axis."""
-    size, full = values.size(axis), codes.size(axis)
+    size = values.size(axis)
+    full = codes.size(axis)
     return values.narrow(axis, part.begin * size // full, (part.end - part.begin) * size // full)
 
 

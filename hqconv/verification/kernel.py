@@ -39,8 +39,8 @@ from hqconv.models.families import text_config
 from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import CONFIG, GEMMS, input_scale, rank_file
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.input_schema import A16
@@ -99,7 +99,8 @@ def check_kernel(
     of_source = (
         {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
     )
-    known, unknown = [], []
+    known = []
+    unknown = []
     for layer in layers:
         activation = artifact.activation_of(layer)
         if artifact.knows_activation(layer):
@@ -170,7 +171,8 @@ def _measure(
     num_threads: int,
 ) -> dict[str, Any]:
     """Measure one layer: all its figures."""
-    device, activation = batches[0].x.device, artifact.activation_of(layer)
+    device = batches[0].x.device
+    activation = artifact.activation_of(layer)
     experts = partial(decoded_experts, artifact, artifact.moe_layer(layer), device, num_threads)
     everything = together(batches)
     inputs = LayerInputs.of(artifact, layer, device)
@@ -230,7 +232,8 @@ def _compare_kernel(
 
     `expected`: outputs and intermediates of each reference for all batches together; one result for each reference.
     """
-    entry, activation = artifact.layers[layer], artifact.activation_of(layer)
+    entry = artifact.layers[layer]
+    activation = artifact.activation_of(layer)
     counts = [b.x.size(0) for b in batches]
     routes = [count * entry.top_k for count in counts]
     split = [(torch.split(out, counts), torch.split(hidden, routes)) for out, hidden in expected]
@@ -276,7 +279,7 @@ def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
         len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)
     }
     return [
-        {gemm: layer_config(artifact.rank_file(layer, *rank).configs[gemm]) for gemm in names.GEMMS}
+        {gemm: layer_config(artifact.rank_file(layer, *rank).configs[gemm]) for gemm in GEMMS}
         for rank in of_count.values()
     ]
 
@@ -396,7 +399,8 @@ def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.de
     router, bias = _router(artifact, layer)
     if router is None or router.shape != (entry.num_experts, entry.hidden_size):
         logits = torch.randn(num_tokens, entry.num_experts, generator=generator)
-        routing, routed_by = route(logits, entry.top_k, {"norm_topk_prob": True}), "seeded scores"
+        routing = route(logits, entry.top_k, {"norm_topk_prob": True})
+        routed_by = "seeded scores"
     else:
         logits = x.float() @ router.float().t()
         routing = route(logits, entry.top_k, config, None if bias is None else bias.float())
@@ -407,7 +411,7 @@ def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.de
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    document = read_json(artifact.root / names.CONFIG)
+    document = read_json(artifact.root / CONFIG)
     return dict(text_config(document))
 
 
@@ -472,9 +476,7 @@ class LayerInputs:
     @classmethod
     def of(cls, artifact: Artifact, layer: str, device: torch.device) -> LayerInputs | None:
         """Read them from an artifact's layer; None for 16-bit activations. Raises the errors of reading a rank file."""
-        found = {
-            gemm: Rounding.of(artifact.rank_file(layer, 0, 0).configs[gemm]) for gemm in names.GEMMS
-        }
+        found = {gemm: Rounding.of(artifact.rank_file(layer, 0, 0).configs[gemm]) for gemm in GEMMS}
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
@@ -482,7 +484,7 @@ class LayerInputs:
         slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid, schema)
         return cls(
             roundings,
-            {gemm: schema.of(gemm).rotation for gemm in names.GEMMS},
+            {gemm: schema.of(gemm).rotation for gemm in GEMMS},
             _static_scales(artifact, layer, roundings, device),
             tuple((begin, end) for _, begin, end, _ in slices),
             torch_dtype_of(artifact.param_dtype),
@@ -520,9 +522,7 @@ def _static_scales(
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path, inputs = (
-        artifact.fetched(names.rank_file(layer, 0, 0)),
-        artifact.layer_spec_of(layer).inputs,
-    )
+    path = artifact.fetched(rank_file(layer, 0, 0))
+    inputs = artifact.layer_spec_of(layer).inputs
     with safe_open(path, framework="pt", device=str(device)) as file:
-        return {gemm: file.get_tensor(names.input_scale(layer, gemm, inputs)) for gemm in static}
+        return {gemm: file.get_tensor(input_scale(layer, gemm, inputs)) for gemm in static}

@@ -17,9 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from hqconv.calibration.activations import Step, activate
 from hqconv.schemas.activation import Activation
 
-Expert = Mapping[
-    str, torch.Tensor
-]  # w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
+# w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
+Expert = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ EXACT = Roundings()
 
 
 def expert_forward(
-    expert: Expert, x: torch.Tensor, activation: Activation, roundings: Roundings = EXACT
+    expert: Expert, x: torch.Tensor, activation: Activation, roundings: Roundings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one expert on its tokens [t, H]: activated intermediate [t, I] and output [t, H], in x's dtype."""
 
@@ -145,7 +144,8 @@ def moe_forwards(
     for expert, routes in enumerate(torch.split(by_expert, counts)):
         if not counts[expert]:
             continue
-        tokens, parts = routes // top_k, experts(expert)
+        tokens = routes // top_k
+        parts = experts(expert)
         for index, rounded in enumerate(roundings):
             inner, outer = expert_forward(parts, x[tokens], activation, rounded)
             if index == len(found):

@@ -11,7 +11,9 @@ from typing import Any
 from hqconv.errors import HqconvError, plural, value_texts
 
 MAX_ERROR = "max_error"  # the check of the limit that the user gave
-PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
+PASS = "pass"
+FAIL = "fail"
+SKIPPED = "skipped"
 OTHER_SOURCE = "The source is another one than the artifact was converted from."
 NO_EXPERT = "No expert has the source's weights: the source is probably another model, or another version of it."
 OF_ANOTHER_SOURCE = (OTHER_SOURCE, NO_EXPERT)  # other findings of a check follow from these
@@ -103,7 +105,7 @@ class VerificationReport:
     """
 
     root: Path
-    source: str | None = None
+    source: str | None
     commit: str | None = None
     manifest_sha256: str | None = None
     warnings: tuple[str, ...] = ()

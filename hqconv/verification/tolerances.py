@@ -49,10 +49,12 @@ KERNEL_ERROR: dict[tuple[str, str], Expected] = {
     },
 }
 # One output channel, or one batch, may be noisier than the whole.
-TOLERANCE_FACTOR, CHANNEL_FACTOR = 3.0, 12.0
+TOLERANCE_FACTOR = 3.0
+CHANNEL_FACTOR = 12.0
 # Against the source: the output's error may exceed the recorded errors of the projections in quadrature by the first
 # factor; the decoded weights' error, over the experts that were hit, the recorded one by the second.
-SOURCE_FACTOR, WEIGHT_FACTOR = 2.0, 1.25
+SOURCE_FACTOR = 2.0
+WEIGHT_FACTOR = 1.25
 # Or, if that is more, their plain sum by this factor: errors that are not random but of one direction, as rounded
 # scales over ternary weights give, they add up so, and an activation may amplify the gate's a little.
 SUM_FACTOR = 1.25
@@ -65,7 +67,8 @@ def kind_of_inputs(inputs: InputSchema) -> str | None:
     """Return the kind of activations with known errors that bounds an input schema's error; None if there is none."""
     if inputs.a_dtype is None:
         return "a16"
-    is_grouped, scale = inputs.input_scale_group_size > 0, inputs.input_scale_dtype
+    is_grouped = inputs.input_scale_group_size > 0
+    scale = inputs.input_scale_dtype
     if inputs.a_dtype == "float8e4m3":
         return (
             "mxfp8" if is_grouped and scale == "float8e8m0" else "fp8-g128" if is_grouped else "fp8"
@@ -135,7 +138,8 @@ def _judge_kernel(
 ) -> None:
     """Check the kernel against one reference: over all, in the worst channel, in the worst batch."""
     prefix, reference = what
-    rank, channel = measured[f"{prefix}worst_rank"], measured[f"{prefix}worst_channel"]
+    rank = measured[f"{prefix}worst_rank"]
+    channel = measured[f"{prefix}worst_channel"]
     for key, where, what_differs, limit in (
         ("kernel", layer, f"The kernel's output is off the {reference}' (rank {rank}).", limits[0]),
         (
@@ -156,7 +160,8 @@ def _judge_source(
 ) -> None:
     """Check the errors of the decoded weights and of their output against the errors of the conversion."""
     errors = list(recorded.values())
-    random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)
+    random = SOURCE_FACTOR * math.hypot(*errors)
+    alike = SUM_FACTOR * sum(errors)
     limit = max(random, alike, DIRECT_ERROR)
     measured["limit_against_source"] = limit
     if not measured["against_source"] <= limit:
@@ -167,9 +172,13 @@ def _judge_source(
     for projection, error in measured["weights_against_source"].items():
         limit = max(WEIGHT_FACTOR * recorded.get(projection, 0.0), DIRECT_ERROR)
         if not error <= limit:
-            where = f"{layer}, {projection}"
             expected = f"relative error <= {limit:.4f}"
-            result.add(where, "The decoded weights are off the source's.", expected, f"{error:.4g}")
+            result.add(
+                f"{layer}, {projection}",
+                "The decoded weights are off the source's.",
+                expected,
+                f"{error:.4g}",
+            )
 
 
 MIN_ROWS_PER_CHANNEL = 16

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from hqconv.errors import (
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing, fetch_file
 from hqconv.models.source_protocol import Source
-from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, REFERENCE
 from hqconv.schemas.input_schema import A16, LayerSpec
 from hqconv.schemas.options import (
     CHECKS,
@@ -75,11 +75,14 @@ def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -
         )
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
         for one in over_limit(errors, limit):
-            where = f"{one['block']}, {one['projection']}"
-            what = f"The {kind} relative error is larger than --max-error."
             error = one["relative_error"]
             found = number_text(error, limit) if isinstance(error, float) else error
-            result.add(where, what, f"at most {limit:g}", found)
+            result.add(
+                f"{one['block']}, {one['projection']}",
+                f"The {kind} relative error is larger than --max-error.",
+                f"at most {limit:g}",
+                found,
+            )
     return result
 
 
@@ -94,12 +97,11 @@ class VerifyOptions:
     num_threads: int
     max_memory_bytes: int
     source: str | None  # name of the source in the report
-    server: ServerOptions | None = None  # to check; with it `checks` are what runs beside it
-    max_error: float | None = None  # of a projection; None for any
-    cache: CachePolicy = field(default_factory=CachePolicy)  # for the shards of a source on the Hub
-    progress: Callable[[str, Progress], None] | None = (
-        None  # called with the check's name, one call at a time
-    )
+    server: ServerOptions | None  # to check; with it `checks` are what runs beside it
+    max_error: float | None  # of a projection; None for any
+    cache: CachePolicy  # for the shards of a source on the Hub
+    # called with the check's name, one call at a time
+    progress: Callable[[str, Progress], None] | None
 
 
 def verify(
@@ -116,7 +118,7 @@ def verify(
     asked = _asked_checks(options)
     report = VerificationReport(root if listing is None else Path(listing.repo_id), options.source)
     report.commit = None if listing is None else listing.commit
-    if asked == (SERVER,) and listing is None and not (root / names.MANIFEST).is_file():
+    if asked == (SERVER,) and listing is None and not (root / MANIFEST).is_file():
         _timed(report, SERVER, partial(_server_of_checkpoint, root, options))
         return report
     try:
@@ -143,10 +145,9 @@ def verify(
             for check in CHECKS:
                 if check in asked:
                     _timed(report, check, runs[check])
-        if (
-            CHECKS[0] not in asked and artifact.manifest.alteration is not None
-        ):  # every check relies on the manifest
-            report.results[0].add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
+        # every check relies on the manifest
+        if CHECKS[0] not in asked and artifact.manifest.alteration is not None:
+            report.results[0].add(f"{MANIFEST}: digest", *artifact.manifest.alteration)
         found = _run(CHECKS[0], partial(_check_unchanged, artifact))
         report.results[0].findings += found.findings
         if options.max_error is not None:
@@ -183,9 +184,10 @@ def _timed(report: VerificationReport, check: str, run: Callable[[], CheckResult
 def _server(artifact: Artifact, options: VerifyOptions) -> CheckResult:
     """Run the check of the server of an artifact."""
     assert options.server is not None
-    path, listing = artifact.root / names.REFERENCE, artifact.listing
-    if listing is not None and names.REFERENCE in listing.sizes:
-        path = fetch_file(listing.repo_id, listing.commit, names.REFERENCE)
+    path = artifact.root / REFERENCE
+    listing = artifact.listing
+    if listing is not None and REFERENCE in listing.sizes:
+        path = fetch_file(listing.repo_id, listing.commit, REFERENCE)
     reference = read_reference(path, artifact.manifest.sha256)
     is_quantized = any(spec.inputs != A16 for spec in artifact.spec.kernel_specs)
     return check_server(reference, options.server, has_quantized_inputs=is_quantized)
@@ -195,18 +197,23 @@ def _server_of_checkpoint(root: Path, options: VerifyOptions) -> CheckResult:
     """Run the check of the server of a plain checkpoint; one that is quantized may have quantized activations."""
     assert options.server is not None
     path = reference_path(root)
-    is_there = path.is_file() and (root / names.CONFIG).is_file()
+    is_there = path.is_file() and (root / CONFIG).is_file()
     reference = read_reference(path, checkpoint_digest(root) if is_there else "")
-    is_quantized = is_there and "quantization_config" in read_json(root / names.CONFIG)
+    is_quantized = is_there and "quantization_config" in read_json(root / CONFIG)
     return check_server(reference, options.server, has_quantized_inputs=is_quantized)
 
 
 def _check_unchanged(artifact: Artifact) -> CheckResult:
     """Find that another artifact lies in the folder now than when the checks began."""
-    result, manifest = CheckResult(CHECKS[0]), artifact.manifest
+    result = CheckResult(CHECKS[0])
+    manifest = artifact.manifest
     if (found := sha256_of(manifest.path)) != manifest.sha256:
-        what = "The artifact was replaced while it was checked."
-        result.add(names.MANIFEST, what, f"sha256 {manifest.sha256}", f"sha256 {found}")
+        result.add(
+            MANIFEST,
+            "The artifact was replaced while it was checked.",
+            f"sha256 {manifest.sha256}",
+            f"sha256 {found}",
+        )
     return result
 
 
@@ -229,9 +236,8 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
     if listener is None:
         return None
     listed = artifact.manifest.files.items()
-    sizes = {
-        path: entry.size_bytes for path, entry in listed if path != names.CARD
-    }  # which is not hashed
+    # which is not hashed
+    sizes = {path: entry.size_bytes for path, entry in listed if path != CARD}
     if check == "weights":
         layers = consistent_layers(artifact, options.layers, CheckResult(check))
         num_bytes = sum(layer_bytes(artifact, layer) for layer in layers)
@@ -314,7 +320,8 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
     """Run the `weights` check."""
     limits = (options.layers, options.num_threads, options.max_memory_bytes)
-    meter, device = _meter("weights", artifact, options), _weights_device(options.device)
+    meter = _meter("weights", artifact, options)
+    device = _weights_device(options.device)
     return check_weights(artifact, source, *limits, device, meter, options.cache)
 
 

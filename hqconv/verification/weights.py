@@ -256,13 +256,21 @@ def _source_layers(
         layers: dict[str, MoeLayer] = {layer.name: layer for layer in experts.layers}
         linear = with_dense(experts, source.tensors, artifact.spec).linear
     except HqconvError as error:
-        what = f"The source cannot be mapped: {error.what}"
-        result.add(f"source: {error.where}", what, error.expected, error.found)
+        result.add(
+            f"source: {error.where}",
+            f"The source cannot be mapped: {error.what}",
+            error.expected,
+            error.found,
+        )
         return {}
     if indices is None:
         for name in sorted(layers.keys() - artifact.layers.keys() - set(artifact.left)):
-            what = "An MoE layer of the source is missing in the artifact."
-            result.add(f"layer {name}", what, "present", "absent")
+            result.add(
+                f"layer {name}",
+                "An MoE layer of the source is missing in the artifact.",
+                "present",
+                "absent",
+            )
     return layers | {group.name: group for group in linear}
 
 
@@ -391,7 +399,8 @@ def _name_nearer(layer: MoeLayer, outcomes: Sequence[ExpertResult], result: Chec
     """Add findings for calibrated matrices that are much nearer to another matrix of the source than to their own."""
     for roles in () if layer.is_linear else layer.coupled_roles:
         places = []
-        theirs, ours = [], []
+        theirs = []
+        ours = []
         for expert, outcome in enumerate(outcomes):
             for role in roles:
                 if role in outcome.sketches:
@@ -408,6 +417,9 @@ def _name_nearer(layer: MoeLayer, outcomes: Sequence[ExpertResult], result: Chec
         least, nearest = squares.min(1)
         is_another = least < squares.diagonal() / 2
         for index in is_another.nonzero().flatten().tolist():
-            what = "An expert has another one's weights, or another projection's."
-            where = f"layer {layer.name}, {places[index]}"
-            result.add(where, what, places[index], places[int(nearest[index])])
+            result.add(
+                f"layer {layer.name}, {places[index]}",
+                "An expert has another one's weights, or another projection's.",
+                places[index],
+                places[int(nearest[index])],
+            )

@@ -192,7 +192,8 @@ def main() -> None:
 
 def _compile(sources: list[KernelSource], jobs: int) -> int:
     """Compile into Humming's cache, as a server does; returns how many were not there."""
-    compiler, cache = kernel_compiler(), Path(os.environ[CACHE_VARIABLE])
+    compiler = kernel_compiler()
+    cache = Path(os.environ[CACHE_VARIABLE])
     before = len(list(cache.glob("*/kernel.cubin")))
 
     def compile_one(source: KernelSource) -> None:
@@ -303,8 +304,11 @@ def _requests_of(layer: Any) -> tuple[list[KernelSource], list[GemmRequest]]:
 
     def transformed(*args: Any, **kwargs: Any) -> Any:
         config, tensors = transform(*args, **kwargs)
-        rotation = kwargs["weight_schema"].hadamard_block_size
-        gemms.append(GemmRequest(config.to_str(), _settings(DENSE), rotation))
+        gemms.append(
+            GemmRequest(
+                config.to_str(), _settings(DENSE), kwargs["weight_schema"].hadamard_block_size
+            )
+        )
         return config, tensors
 
     num_experts = layer.moe_config.num_local_experts if isinstance(layer, RoutedExperts) else 0
@@ -405,7 +409,8 @@ def weight_kernels() -> Iterator[list[KernelSource]]:
         is_cuda = property(lambda self: True)
 
     def noted(name: str) -> Callable[..., Any]:
-        cuda_op, cpu_op = getattr(module, name), getattr(ops, name)
+        cuda_op = getattr(module, name)
+        cpu_op = getattr(ops, name)
 
         def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             result = cuda_op(inputs.as_subclass(OnGpu), *args, **kwargs)
@@ -413,7 +418,8 @@ def weight_kernels() -> Iterator[list[KernelSource]]:
 
         return op
 
-    ops, module = humming().ops, weight_ops()
+    ops = humming().ops
+    module = weight_ops()
     found: list[KernelSource] = []
     with ExitStack() as stack:
         for name in [name for name in vars(module) if name.endswith("Kernel")]:

@@ -103,7 +103,7 @@ def warm(
             raise RequestError(
                 "A checkpoint's kernels go into Humming's cache.",
                 where="--kernels",
-                found=str(kernels),
+                found=kernels,
                 remedy="Set HUMMING_CACHE_DIR instead.",
             )
         server = {"tp": tp, "ep": ep, "quantization": quantization, "moe_backend": moe_backend}
@@ -135,7 +135,7 @@ def _check_ranks(artifact: Artifact, tp: int, ep: int, method: str | None) -> No
     if (tp, ep) not in ((1, 1), (grid.tp, grid.ep)) or method is not None:
         raise RequestError(
             "An artifact has its own ranks and schema.",
-            where=str(artifact.root),
+            where=artifact.root,
             expected=f"no --tp, --ep, --quantization, --moe-backend: its kernels are for tp {grid.tp}, ep {grid.ep}",
             found=f"tp {tp}, ep {ep}" if method is None else method,
         )
@@ -156,14 +156,14 @@ def _check_folder(out: Path, folder: Path) -> None:
         if folder.resolve().is_relative_to(out.resolve()):
             raise OutputError(
                 "The kernels would lie inside the artifact.",
-                where=str(folder),
+                where=folder,
                 remedy="Give a folder beside it.",
             )
         for path in sorted(folder.iterdir()) if folder.exists() else ():
             if not STORED.fullmatch(path.name):
                 raise OutputError(
                     "The folder for the kernels holds something else.",
-                    where=str(folder),
+                    where=folder,
                     expected="no such folder, or one that `hqconv warm` made",
                     found=path.name,
                     remedy="Give another folder with --kernels.",
@@ -201,7 +201,6 @@ def _warm(
         "not_signed_because": not_signed_because,
         "gpu": gpu.to_dict(),
         "compiler": compiler["compiler"],
-        "asking": settings.to_dict(),
         "num_kernels": len(sources),
         "num_compiled": len(missing),
         "num_bytes": sum(entry["cubin_bytes"] for entry in entries.values()),
@@ -225,7 +224,8 @@ def _gemms(artifact: Artifact) -> Iterator[_RankGemm]:
     """Yield the distinct GEMMs of all layers and ranks."""
     seen: set[str] = set()
     for name, layer in artifact.layers.items():
-        schema, activation = artifact.schema_of(name), artifact.activation_of(name)
+        schema = artifact.schema_of(name)
+        activation = artifact.activation_of(name)
         for rank in artifact.grid.ranks:
             for gemm, config in artifact.rank_file(name, *rank).configs.items():
                 rotation = schema.of(gemm).rotation
@@ -399,9 +399,11 @@ _UNARY = {
 def kernel_activation(activation: Activation, gated: bool) -> dict[str, str] | None:
     """Arguments of an activation as vLLM passes them to Humming's kernels, or None if vLLM has no such activation."""
     if gated:
-        text, kind = _gated_text(activation), "binary_split"
+        text = _gated_text(activation)
+        kind = "binary_split"
     else:
-        text, kind = _UNARY.get(activation.name), "unary"
+        text = _UNARY.get(activation.name)
+        kind = "unary"
     return None if text is None else {"activation_type": kind, "activation_impl": text}
 
 

@@ -45,7 +45,9 @@ _RATIOS = {
     "int4": (4, 75),
 }
 _HALF_RATE_FLOATS = (75, 86, 89)
-_REGISTERS_PER_SM, _THREADS_PER_BLOCK, _SMEM_PER_BLOCK = 65536, 1024, 49152
+_REGISTERS_PER_SM = 65536
+_THREADS_PER_BLOCK = 1024
+_SMEM_PER_BLOCK = 49152
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,13 @@ def choose_gpu(text: str | None, sm_version: int | None) -> Gpu:
     elif name in KNOWN:
         gpu = KNOWN[name]
     else:
-        what = "The figures of this GPU are not known to hqconv."
-        raise RequestError(what, where="--gpu", expected=expected, found=name, remedy=_OWN_FACTS)
+        raise RequestError(
+            "The figures of this GPU are not known to hqconv.",
+            where="--gpu",
+            expected=expected,
+            found=name,
+            remedy=_OWN_FACTS,
+        )
     if sm_version not in (None, gpu.sm_version):
         raise RequestError(
             "The artifact is for another GPU architecture.",
@@ -166,7 +173,7 @@ def _read_gpu(path: Path, expected: str) -> Gpu:
     if not are_positive or gpu.sm_version not in _ARCHITECTURES:
         raise RequestError(
             "A file of GPU facts makes no sense.",
-            where=str(path),
+            where=path,
             expected=f"positive numbers, sm of {[*_ARCHITECTURES]}",
             found=numbers,
         )

@@ -37,15 +37,19 @@ from hqconv.schemas.untrusted_files import parse_json, read_regular
 VARIABLE = "HQCONV_WARM_KERNELS"
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
 # names of a folder's files
 STORED = re.compile(rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?")
 _NUM_THREADS = 8
 _one_at_a_time = threading.Lock()
 _HEADER_TIMES = "cuh_last_update_time"  # of Humming's compiler
-_MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
-_SIGNATURE, _KEY_BYTES = "hmac_sha256", 32
+_MAX_FILE_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES = 16 << 20
+_MAX_KERNELS = 10_000
+_SIGNATURE = "hmac_sha256"
+_KEY_BYTES = 32
 
 
 def folder_beside(artifact: Path) -> Path:
@@ -146,7 +150,8 @@ def _read_key() -> bytes:
             key = file.read(_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise UnusableError(f"This user's key {path} cannot be read: {error.strerror}.") from error
-    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
+    user = os.geteuid()
+    mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != user or mode & 0o077 or len(key) != _KEY_BYTES:
         raise UnusableError(
             f"The key {path} is not used: expected {_KEY_BYTES} bytes of user {user} with mode 600, found {len(key)} "
@@ -294,7 +299,8 @@ def _headers_seen_once(compiler: Any) -> Iterator[None]:
     """Keep the times of Humming's headers, which are a part of every kernel's key; they do not change meanwhile."""
     owner = next(cls for cls in compiler.__mro__ if _HEADER_TIMES in vars(cls))
     with _one_at_a_time:
-        original, known = vars(owner)[_HEADER_TIMES], getattr(owner, _HEADER_TIMES)()
+        original = vars(owner)[_HEADER_TIMES]
+        known = getattr(owner, _HEADER_TIMES)()
         setattr(owner, _HEADER_TIMES, staticmethod(lambda: known))
         try:
             yield

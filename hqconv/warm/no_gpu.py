@@ -33,11 +33,9 @@ _LIBRARIES = (
     "torchvision",
 )
 _ATTENTION_KERNELS = (
-    *(
-        "flash_attn_varlen_func",
-        "compile_flash_attn_varlen_func_from_specs",
-        "reshape_and_cache_flash",
-    ),
+    "flash_attn_varlen_func",
+    "compile_flash_attn_varlen_func_from_specs",
+    "reshape_and_cache_flash",
     "get_scheduler_metadata",
 )
 # What vLLM asks its CUDA extension about CUTLASS: answers for an architecture, 90, as built for all of them.
@@ -136,9 +134,8 @@ def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132
 
     To be called once, before anything of vLLM is imported.
     """
-    importlib.import_module(
-        "transformers.models.auto.image_processing_auto"
-    )  # looks for versions of libraries
+    # looks for versions of libraries
+    importlib.import_module("transformers.models.auto.image_processing_auto")
     _find_libraries()
     _find_operators()
     platforms: Any = importlib.import_module("vllm.platforms")
@@ -162,8 +159,11 @@ def platform_class(sm_version: int, name: str, sm_count: int) -> Any:
 class _Answers:
     """Answers of vLLM's platform of a CUDA device."""
 
-    device_name, device_type, dispatch_key = "cuda", "cpu", "CPU"
-    simple_compile_backend, dist_backend = "inductor", "gloo"
+    device_name = "cuda"
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    simple_compile_backend = "inductor"
+    dist_backend = "gloo"
     sm_version: int
     name: str
     sm_count: int
@@ -260,9 +260,8 @@ def _find_operators() -> None:
 
 def _stand_in() -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda function: (
-        function()
-    )  # a new process would have no pretended GPU
+    # a new process would have no pretended GPU
+    registry._run_in_subprocess = lambda function: function()
     importlib.import_module("vllm.triton_utils").triton.Config = _TritonConfig
     attention = importlib.import_module("vllm.v1.attention.backends.fa_utils")
     for name in _ATTENTION_KERNELS:
@@ -287,7 +286,8 @@ def ranks(tp: int, rank: int = 0) -> Iterator[None]:
         state.init_distributed_environment(1, 0, f"file://{scratch}/store", 0, backend="gloo")
         state.initialize_model_parallel(1, 1)
         for group in (state.get_tp_group(), state.get_ep_group()):
-            group.world_size, group.rank_in_group = tp, rank
+            group.world_size = tp
+            group.rank_in_group = rank
         workspace.init_workspace_manager(torch.device("cpu"))
         try:
             yield

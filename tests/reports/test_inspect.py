@@ -325,12 +325,12 @@ def test_schemas_for_a_gpu(target: int) -> None:
     (row,) = (row for row in GPU_CLASSES if target in row.sm_versions)
     found = document("schemas", "--for", f"sm{target}")
     runs = found["runs"]
-    assert (found["schema"], found["fp8_schema"]) == (row.schema, row.fp8_schema)
-    assert row.schema in runs["a16"]
+    assert (found["schema"], found["fp8_schema"]) == (RECOMMENDED[0], row.fp8_schema)
+    assert RECOMMENDED[0] in runs["a16"]
     assert bool(runs["fp8"]) == (row.fp8_schema is not None)
     assert row.fp8_schema is None or row.fp8_schema in runs["fp8"]
-    for name, inputs in ((row.schema, "a16"), (row.fp8_schema, "fp8")):  # what `convert` takes
-        taken = recommended_schema(GpuTarget(target), "float16", INPUT_PRESETS[inputs])
+    for name, inputs in ((RECOMMENDED[0], "a16"), (row.fp8_schema, "fp8")):  # what `convert` takes
+        taken = recommended_schema(GpuTarget(target), "float16", INPUT_PRESETS[inputs], "kernel")
         assert name == (None if taken is None else taken.name)
 
 

@@ -90,7 +90,12 @@ class HqconvConfig(SourceProxy):
     """`quant_method: hqconv`. Experts come from rank files; every other layer is the source's own quantization's."""
 
     own_state = SourceProxy.own_state | {
-        *("config_dict", "renamed", "loader", "view", "movable", "added")
+        "config_dict",
+        "renamed",
+        "loader",
+        "view",
+        "movable",
+        "added",
     }
     view: ArtifactView | None = None
     added: QuantizationConfig | None = None  # of linear layers that the source has in 16 or 32 bits
@@ -168,9 +173,8 @@ class HqconvConfig(SourceProxy):
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
         self._pin_weights()
         if isinstance(layer, RoutedExperts):
-            from hqconv.serving.vllm.moe_method import (
-                HqconvMoEMethod,
-            )  # with all of vLLM's Humming layers
+            # with all of vLLM's Humming layers
+            from hqconv.serving.vllm.moe_method import HqconvMoEMethod
 
             assert self.view is not None, "vLLM did not say where the model is"
             indices = {name: known.index for name, known in self.view.layers.items()}
@@ -242,7 +246,8 @@ def _share_scales(method: Any) -> None:
         return
 
     def prepared(layer: torch.nn.Module, weight_loader: Any) -> Any:
-        load, known = prepare(layer, weight_loader), dict[str, float]()
+        load = prepare(layer, weight_loader)
+        known = dict[str, float]()
 
         def loading(param: Any, loaded: torch.Tensor, *shard: Any) -> None:
             if param.numel() > 1 or loaded.numel() > 1:
@@ -250,8 +255,11 @@ def _share_scales(method: Any) -> None:
                 return
             scale = float(loaded)
             if known.setdefault(param.param_name, scale) != scale:
-                what = "Matrices of a fused layer have different tensor-level scales."
-                raise VerificationError(what, expected=known[param.param_name], found=scale)
+                raise VerificationError(
+                    "Matrices of a fused layer have different tensor-level scales.",
+                    expected=known[param.param_name],
+                    found=scale,
+                )
             param.data.fill_(scale)
 
         return loading
@@ -275,9 +283,22 @@ def _is_part_of_model() -> bool:
 # Methods that take over a checkpoint of another method, in the order in which vLLM 0.33 tries them
 # (config/model.py, `_verify_quantization`).
 _OVERRIDES = (
-    *("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16"),
-    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "mxfp8", "modelopt_mixed"),
-    *("mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+    "auto_gptq",
+    "gptq",
+    "gptq_marlin",
+    "auto_awq",
+    "awq",
+    "awq_marlin",
+    "inc",
+    "moe_wna16",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mxfp8",
+    "mxfp8",
+    "modelopt_mixed",
+    "mxfp4",
+    "gpt_oss_mxfp4",
+    "deepseek_v4_fp8",
 )
 
 

@@ -25,8 +25,8 @@ from vllm.utils import humming
 from hqconv.artifact.tensor_filler import LoadTarget
 from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.compatibility import load_layer_config
-from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import GEMMS, is_input_scale, rank_file
 from hqconv.schemas.tensors import torch_dtype
 from hqconv.serving.artifact_view import (
     ArtifactLayer,
@@ -82,14 +82,15 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         check_router(view, stored, server_layer)
         check_inputs(view, stored)
         _set_activation(view, stored, layer)
-        self.loader, self.view, self.stored, self.layer = loader, view, stored, layer
+        self.loader = loader
+        self.view = view
+        self.stored = stored
+        self.layer = layer
         self.vllm_config = get_current_vllm_config_or_none()
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         rank = ranks.tp_rank, ranks.ep_rank
-        path = loader.path(
-            view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config)
-        )
+        path = loader.path(view, rank_file(stored.name, *rank), **_downloading(self.vllm_config))
         self.file = open_rank_file(view, stored.name, *rank, path)
         self.humming_configs = {
             gemm: _layer_config(view, stored, gemm, document)
@@ -124,12 +125,12 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             gemm: humming.HummingWeightSchema(
                 **_given(self.stored.layer_spec.schema.of(gemm).humming_fields())
             )
-            for gemm in names.GEMMS
+            for gemm in GEMMS
         }
         inputs = humming.HummingInputSchema(
             **_given(self.stored.layer_spec.inputs.humming_fields())
         )
-        layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
+        layer.input_schemas = dict.fromkeys(GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
             data = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
@@ -177,7 +178,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
             for target in self.targets():  # vLLM's dummy values are no codes and no scales
                 target.as_bytes().zero_()
-                if names.is_input_scale(target.ref.name):  # it is a divisor
+                if is_input_scale(target.ref.name):  # it is a divisor
                     target.tensor.detach().fill_(1)
             self.is_filled = True
         else:
@@ -224,7 +225,8 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
     """Facts of vLLM's layer for comparison, before or after vLLM has padded its sizes."""
-    moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
+    moe = layer.moe_config
+    ranks = layer.moe_config.moe_parallel_config
     config = get_current_vllm_config_or_none()
     return ServerLayer(
         num_experts=moe.num_logical_experts,
@@ -243,7 +245,8 @@ def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> Serve
 
 def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts) -> None:
     """Set the layer's activation to the converted one. Raises RequestError if the model's activation differs."""
-    moe, is_situ = layer.moe_config, layer.activation is MoEActivation.SITU
+    moe = layer.moe_config
+    is_situ = layer.activation is MoEActivation.SITU
     requested = Activation(
         layer.activation.value,
         layer.swiglu_limit,
@@ -256,20 +259,20 @@ def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExpe
     )
     layer.activation = moe.activation = MoEActivation(found.name)
     if is_situ:
-        moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
+        moe.activation_situ_beta = found.beta
+        moe.activation_situ_linear_beta = found.linear_beta
     else:
-        layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = (
-            found.limit,
-            found.alpha,
-            found.beta,
-        )
+        layer.swiglu_limit = found.limit
+        layer.swiglu_alpha = found.alpha
+        layer.swiglu_beta = found.beta
 
 
 def _layer_config(
     view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]
 ) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
-    where, entry = f"{view.location.name}: {stored.name}: {gemm}", stored.gemms[gemm]
+    where = f"{view.location.name}: {stored.name}: {gemm}"
+    entry = stored.gemms[gemm]
     spec = stored.layer_spec.of(gemm)
     check_fingerprint(where, view.humming_version, entry.fingerprint, spec, recut(view))
     try:
@@ -298,7 +301,8 @@ def _watch_reloads(
     loading tensors by their names, and putting the old parameters back where there were none: it calls no method of
     ours (model_loader/reload/layerwise.py). Without this such a server would go on with whatever its memory holds.
     """
-    register, placed = layer.register_parameter, set()
+    register = layer.register_parameter
+    placed = set()
 
     def registering(name: str, param: torch.nn.Parameter | None) -> None:
         if name in names_of and param is not None:

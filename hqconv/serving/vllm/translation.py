@@ -115,9 +115,8 @@ def serving_activation(converted: Activation, gated: bool) -> Activation | None:
     name = converted.name
     if not converted.is_known(gated):
         return None
-    if (
-        name == "relu2" and not gated
-    ):  # with a gate vLLM has a name for it, but no layer that computes it
+    # with a gate vLLM has a name for it, but no layer that computes it
+    if name == "relu2" and not gated:
         return Activation("relu2_no_mul")
     if name in _PLAIN:
         return Activation(_PLAIN[name] + ("" if gated else "_no_mul"))
@@ -150,12 +149,11 @@ def agreed(where: str, converted: Activation, gated: bool, asked: Activation) ->
 def _refused(where: str, converted: Activation, gated: bool) -> RequestError:
     remedy = "Serve the original checkpoint with another MoE backend."
     if not converted.is_known(gated):
-        what, expected = (
-            "The experts' activation is known by name only.",
-            "one whose formula hqconv knows",
-        )
+        what = "The experts' activation is known by name only."
+        expected = "one whose formula hqconv knows"
     else:
-        what, expected = "Humming layers in vLLM have no such activation.", "one that vLLM has"
+        what = "Humming layers in vLLM have no such activation."
+        expected = "one that vLLM has"
         if converted.name == "silu_bound":
             expected = f"its swiglustep, whose bound is {_STEP_LIMIT:g}"
     return RequestError(
@@ -262,9 +260,11 @@ def check_inputs(view: ArtifactView, converted: ArtifactLayer) -> None:
     inputs = converted.layer_spec.inputs
     if inputs.input_scale_group_size != 128 or inputs.a_dtype not in ("float8e4m3", "float8e5m2"):
         return
-    expected, found = "float8e4m3 activations", str(inputs.a_dtype)
+    expected = "float8e4m3 activations"
+    found = str(inputs.a_dtype)
     if inputs.a_dtype == "float8e4m3":
-        expected, found = "a hidden size that is a multiple of 128", str(converted.hidden_size)
+        expected = "a hidden size that is a multiple of 128"
+        found = str(converted.hidden_size)
         if converted.hidden_size % 128 == 0:
             return
     raise RequestError(
