@@ -350,7 +350,7 @@ def verify(
         str | None,
         flag(
             "Address of a running server, http://host:port: compare its log-probabilities with OUT's. OUT may be "
-            "a plain checkpoint (evaluate --write-reference). Other checks run if --checks names them."
+            "a plain checkpoint that evaluate made a reference for. Other checks run if --checks names them."
         ),
     ] = None,
     model: Annotated[
@@ -537,7 +537,7 @@ def evaluate(
     write_reference: Annotated[
         bool,
         flag(
-            "OUT is a plain checkpoint: write its predictions, for verify --server.",
+            "OUT is a plain checkpoint: write its predictions, which verify compares a server with.",
             "--write-reference",
         ),
     ] = False,

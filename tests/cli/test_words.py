@@ -73,7 +73,7 @@ WRONG = {  # a command line: the command that is named, and a part of the messag
     "convert x --tp 0": ("hqconv convert", "greater than or equal to 1"),
     "convert x --layout up": ("hqconv convert", "'up' is not one of 'kernel', 'checkpoint'"),
     "convert x --tp two": ("hqconv convert", "--tp"),
-    "evaluate x": ("hqconv evaluate", "Missing option: --source, --text."),
+    "evaluate x": ("hqconv evaluate", "Missing option: --text."),
     "inspect x y": ("hqconv inspect", "unexpected extra argument"),
     "convert x y": ("hqconv convert", "The output is an option: -o y."),
     "--nonsense": ("hqconv", "No such option: --nonsense"),
