@@ -350,6 +350,18 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split("\n")[-2].split())
 
 
+def test_a_program_runs_when_its_module_is_whole() -> None:
+    """`if __name__ == "__main__"` is a module's last statement: functions behind it would not be there yet."""
+    early = [
+        str(path)
+        for folder in ("hqconv", "scripts")
+        for path in (REPO / folder).rglob("*.py")
+        for statement in ast.parse(path.read_text()).body[:-1]
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    ]
+    assert early == []
+
+
 def test_what_looks_at_headers_loads_nothing_heavy() -> None:
     modules = [name.rstrip(".") for name in sources_of(REPO / "hqconv")]
     assert all(any(is_in(name, entry) for name in modules) for entry in LIGHT)

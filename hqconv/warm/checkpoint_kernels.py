@@ -386,10 +386,6 @@ def _settings(gemm_type: str) -> ComputeSettings:
     return ComputeSettings(gemm_type, *flags, prequantized)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # --- Humming's weight ops, which convert a checkpoint's weights when an engine loads them
 
 # Ops whose results Humming's schemas look at.
@@ -429,3 +425,7 @@ def weight_kernels() -> Iterator[list[KernelSource]]:
         for name in (*_WITH_VALUES, "repack_weight", "process_mxfp4_w4a8_weight", "quant_weight"):
             stack.enter_context(patch.object(ops, name, noted(name)))
         yield found
+
+
+if __name__ == "__main__":
+    main()
