@@ -20,7 +20,6 @@ import torch
 # The verdict that names each fault: keys of hqconv.verification.server.VERDICTS.
 FAULTS: dict[str, tuple[str, ...]] = {
     "scales of a layer x 1.05": ("weights",),
-    "scales of a layer x 1.02": ("weights",),
     "two experts swapped": ("weights",),
     "w13 halves exchanged": ("weights",),
     "weights of another layer": ("weights",),
