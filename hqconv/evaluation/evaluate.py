@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hqconv.artifact.load import decoded_experts, linear_weights
@@ -767,6 +768,12 @@ class _Recorder:
 
     def write(self, root: Path, evaluation: Mapping[str, Any]) -> str:
         """Write the file beside an artifact, or into a plain checkpoint. Returns a warning, or ""."""
+        tensors = {
+            name: torch.cat(values)[:_MOST_SEQUENCES].numpy()
+            for name, values in self._found.items()
+        }
+        if not all(np.isfinite(values).all() for values in tensors.values()):
+            self.failure = self.failure or "predictions are no finite numbers"
         if self.failure:
             return f"No {REFERENCE} is written: {self.failure}."
         digest = evaluation["manifest_sha256"]
@@ -777,10 +784,6 @@ class _Recorder:
             **{name: evaluation[name] for name in ("compute_dtype", "transformers_version")},
             "torch_version": torch.__version__,
             "hqconv_version": __version__,
-        }
-        tensors = {
-            name: torch.cat(values)[:_MOST_SEQUENCES].numpy()
-            for name, values in self._found.items()
         }
         try:
             ReferencePredictions(tensors, metadata).write(root)

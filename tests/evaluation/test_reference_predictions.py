@@ -123,10 +123,21 @@ def test_warnings_where_there_is_none_or_few(
     (warning,) = evaluated(made, context_length=64)["warnings"]
     assert warning.startswith("reference.safetensors has 9 sequences of 64 tokens only")
 
+    def append_nan(self: Any, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
+        is_spoilt = ids.size(1) > CONTEXT and values.is_floating_point()
+        append(self, name, ids, values * torch.nan if is_spoilt else values)
+
+    append = evaluation._Recorder._append
+    path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation._Recorder, "_append", append_nan)
+        (warning,) = evaluated(made)["warnings"]
+    assert warning == "No reference.safetensors is written: predictions are no finite numbers."
+    assert not path.exists()
+
     def fail(*_: object) -> None:
         raise ValueError("no such kernel")
 
-    path.unlink()
     monkeypatch.setattr(StreamedModel, "narrow", fail)
     document = evaluated(made)
     assert document["warnings"] == [
