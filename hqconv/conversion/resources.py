@@ -41,10 +41,10 @@ _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which e
 
 
 # Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
-# weight and column (two busy cores, 100M weights, 2026-11-27; one H200 with 65,536 tokens, docs/examples/models.md).
+# weight and column, with 65,536 tokens (two busy cores, models of 31M and 25M weights; one H200, docs/examples/models.md).
 _CPU_BYTE_S = 1.6e-9
 _GPU_BYTE_S = 1.3e-10
-_CPU_CALIBRATED_S = 4.2e-9
+_CPU_CALIBRATED_S = 1.0e-8
 _GPU_CALIBRATED_S = 3.2e-12
 
 
