@@ -564,14 +564,12 @@ FAMILIES = (
 
 # Every spelling of the number of experts per token, each read where a row's own is missing: none has another meaning.
 TOP_K_KEYS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.top_k_keys))
-BY_ARCHITECTURE: Mapping[str, Family] = {
-    a: family for family in FAMILIES for a in family.architectures
-}
-BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
-BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
+BY_ARCHITECTURE = {a: family for family in FAMILIES for a in family.architectures}
+BY_NAME = {family.name: family for family in FAMILIES}
+BY_MODEL_TYPE = {t: family for family in FAMILIES for t in family.model_types}
 
 # Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.
-UNSUPPORTED: Mapping[str, str] = {
+UNSUPPORTED = {
     "doge": "its experts are rows of embeddings, not matrices",
     "dots3_note": "its vision tower has experts of its own",
     "ernie4_5_moe_vl": "text and vision tokens have experts of their own, of different sizes, in one module",

@@ -160,7 +160,7 @@ def _oai(**more: str) -> Numbers:
 # model_type, or a family's name for all of its model types → the numbers. From transformers' classes of that name, and
 # from vLLM's where those have none: deepseek_v41 (deepseek_v4's layer), exaone_moe, bailing_moe_v3 (bailing_hybrid's
 # configs have its key), gigachat3_5 (of glm5_next's row), step5, kimi_k3, minimax_m3 (its beta) and moondream3.
-NUMBERS: Mapping[str, Numbers] = {
+NUMBERS = {
     **dict.fromkeys(
         ("deepseek_v4", "deepseek_v41", "deepseek_v41_text", "glm5_next"),
         _clamp("swiglu_limit", 10.0),

@@ -242,10 +242,10 @@ def artifact_kernels(
     artifact: Artifact, settings: ComputeSettings
 ) -> tuple[dict[str, KernelSource], list[str]]:
     """Return the kernels of all layers and ranks by name, and activations whose kernels are not known here."""
-    found: dict[str, KernelSource] = {}
+    kernels = []
     unknown = set()
     for gemm in _gemms(artifact):
-        kernels = gemm_kernels(gemm.config, settings)
+        kernels += gemm_kernels(gemm.config, settings)
         activation = None
         if gemm.gemm == "w2":
             activation = kernel_activation(gemm.activation, gemm.gated)
@@ -253,13 +253,11 @@ def artifact_kernels(
             unknown.add(gemm.activation.describe())
         else:
             kernels += input_kernels(gemm.config, settings, activation, gemm.top_k, gemm.rotation)
-        found |= {kernel.name: kernel for kernel in kernels}
     dense = replace(settings, gemm_type=DENSE, prequantized=None)
     for packed, schema in _linear_layers(artifact):
         config, _ = prepare_linear(packed, schema, artifact.param_dtype)
-        kernels = gemm_kernels(json.loads(config.to_str()), dense)
-        found |= {kernel.name: kernel for kernel in kernels}
-    return found, sorted(unknown)
+        kernels += gemm_kernels(json.loads(config.to_str()), dense)
+    return {kernel.name: kernel for kernel in kernels}, sorted(unknown)
 
 
 def _linear_layers(artifact: Artifact) -> Iterator[tuple[dict[str, torch.Tensor], WeightSchema]]:
