@@ -254,7 +254,7 @@ def describe_plan(
                 overwrite=run.overwrite or run.update,
             )
         except OutputError as error:
-            notes = [error.message()]
+            notes = [str(error)]
     return {**document, "device": resources.device_name, "out": str(place), "notes": notes}
 
 

@@ -129,10 +129,10 @@ class HqconvError(Exception):
         self.where = str(where)
         self.remedy = remedy
         self.expected, self.found = value_texts(expected, found)
-        super().__init__(self.message())
+        super().__init__(what)
 
-    def message(self) -> str:
-        """The parts that were given, one to a line, long lists last; nothing in them can change a terminal."""
+    def __str__(self) -> str:
+        """Return the parts that were given, one to a line, long lists last; nothing in them can change a terminal."""
         texts = {
             "where": self.where,
             "expected": self.expected,

@@ -182,7 +182,7 @@ class Helpers:
 
 def in_parts(task: Callable[[slice], None], length: int, least: int = 1) -> None:
     """Run a task over a range: in parts of at least `least`, side by side, if the calling thread has helpers."""
-    helpers: Helpers | None = getattr(_own, "helpers", None)
+    helpers = getattr(_own, "helpers", None)
     count = 1 if helpers is None else min(_own.num_parts, length // least)
     if helpers is None or count < 2:
         task(slice(0, length))

@@ -181,7 +181,7 @@ def sources(name: str, schema: str, work: Path) -> list[str]:
     try:
         summary = hqconv.convert(source, work / "out", device=device, **words)
     except hqconv.HqconvError as error:
-        if schema == "source" and spec.refused and spec.refused in error.message():
+        if schema == "source" and spec.refused and spec.refused in str(error):
             return ["refused", spec.refused]
         raise
     report = hqconv.verify(work / "out", source, tokens=(64,), threads=4)

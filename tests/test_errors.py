@@ -80,7 +80,7 @@ def test_a_message_is_printable_and_its_parts_are_as_they_were() -> None:
         found=name,
         remedy="Rename \u2066it.",
     )
-    message = error.message()
+    message = str(error)
     assert message == str(error)
     assert [line.split(":")[0] for line in message.split("\n")] == [
         *("There is no \\x9b31m here.", "  where", "  expected", "  found", "  what to do")

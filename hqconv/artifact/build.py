@@ -192,7 +192,10 @@ def _planned_layer(unit: MoeLayerPlan, origin: Origin, spec: ConversionSpec) -> 
         intermediate_order=names.G_IDX if is_sorted else None,
         source_dtype=layer.dtype,
         source_format=layer.format.to_dict(),
-        source_parts=layer.parts_to_dict(),
+        source_parts={
+            role: {part: tensor_slice.to_dict() for part, tensor_slice in slices.items()}
+            for role, slices in layer.slices.items()
+        },
         conversion=unit.encoding.conversion,
         quantization_error={},
         w13=gemms.get("w13"),

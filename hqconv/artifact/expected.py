@@ -100,7 +100,7 @@ def expected_artifact(artifact: Artifact, source: Source | None) -> ExpectedArti
         if None in (source.revision, recorded.revision):  # a folder may hold a repo's files
             entry = replace(origin.source, name=recorded.name, revision=recorded.revision)
             origin = replace(origin, source=entry)
-        tensors: Mapping[str, TensorRef] = source.tensors
+        tensors = source.tensors
         experts = source.map_experts()
     else:
         origin = _recorded_origin(artifact)
@@ -248,7 +248,7 @@ def header_differences(artifact: Artifact, file: OutFile) -> Iterator[Difference
 
 def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return metadata with layer configs as objects, so that their keys are compared."""
-    parsed: dict[str, Any] = dict(metadata)
+    parsed = dict(metadata)
     for gemm in GEMMS:
         try:
             parsed[gemm] = json.loads(metadata[gemm])

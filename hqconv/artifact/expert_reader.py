@@ -339,7 +339,7 @@ def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedSta
             faults.append(
                 _padding_fault(name, wrong, "the last scale" if is_repeated else "zero", tp_rank)
             )
-    trimmed: dict[str, Any] = cut
+    trimmed = cut
     return replace(stack, **trimmed, faults=tuple(faults))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,11 @@ def packed_linear(
     }
 
 
+def entered(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which kernels are launched on the device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def decoded_experts(
     artifact: Artifact, layer: MoeLayer, device: torch.device, num_threads: int
 ) -> Generator[Floats, None, None]:
@@ -217,7 +222,7 @@ def decoded_experts(
     reader = ExpertReader(artifact, layer, refuse)
 
     def load(experts: range) -> list[Floats]:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with entered(device):
             with suppress(HqconvError):  # the reading of single experts names the fault
                 if (floats := _load_batch(reader, experts, device)) is not None:
                     return floats

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -159,7 +158,7 @@ class TensorFiller:
 
     def _fill_gpu(self) -> None:
         """Read each piece into one of two buffers while the piece before it is copied from the other."""
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         buffers = [self._pinned_buffer() for _ in range(2)]
         copied: _Piece | None = None  # or on its way
         try:

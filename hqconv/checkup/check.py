@@ -200,7 +200,6 @@ def of_original() -> Iterator[None]:
         yield
     except (InputError, RequestError) as error:
         error.where = f"--against, {error.where}" if error.where else "--against"
-        error.args = (error.message(),)
         raise
 
 
@@ -265,11 +264,11 @@ def _paired(
 
     Raises RequestError for layers of other sizes.
     """
-    family = BY_NAME.get(experts.family)
+    family = BY_NAME[experts.family]
     text = text_config(source.config)
     by_index = {layer.index: layer for layer in originals.layers}
     for index in sorted(by_index.keys() - {layer.index for layer in experts.layers}):
-        is_extra = family is not None and is_draft(family, index, text)
+        is_extra = is_draft(family, index, text)
         findings.append(
             CheckFinding(
                 "missing",

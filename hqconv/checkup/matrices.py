@@ -116,8 +116,7 @@ def sketch(values: torch.Tensor) -> Float32Vector:
     """
     small = (_signs(values.size(0), 0).T @ values @ _signs(values.size(1), 1)).flatten()
     norm = small.norm()
-    found: Float32Vector = (small / norm if norm > 0 else small).numpy()
-    return found
+    return (small / norm if norm > 0 else small).numpy()
 
 
 @dataclass(frozen=True, eq=False)

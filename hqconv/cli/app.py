@@ -279,7 +279,7 @@ def _exceeded(
             )
         )
     for error in errors:
-        say(f"error: {error.message()}")
+        say(f"error: {error}")
     return _FAILED if errors else 0
 
 

@@ -192,8 +192,8 @@ def _as_ours(error: Exception) -> HqconvError:
 
 def fail(error: HqconvError, *, json: bool) -> typer.Exit:
     """Print an error, and return the exception that ends the command with its exit code."""
-    _LOG.error("%s", error.message())
-    say(f"{'internal error' if error.exit_code == EXIT_BUG else 'error'}: {error.message()}")
+    _LOG.error("%s", error)
+    say(f"{'internal error' if error.exit_code == EXIT_BUG else 'error'}: {error}")
     if json:
         keys = ("exit_code", "what", "where", "expected", "found", "remedy")
         document = {key: getattr(error, key) for key in keys}

@@ -35,7 +35,7 @@ from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
-from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, is_calibrated, num_batches
+from hqconv.conversion.encode_batch import encode_to_runs, is_calibrated, num_batches
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, sort_by_shard
 from hqconv.conversion.journal import JournalEntry
@@ -349,7 +349,7 @@ class _Conversion:
             num_done,
             lanes,
         )
-        encode: Callable[..., EncodedRuns] = encode_to_runs
+        encode = encode_to_runs
         if self.inputs is not None:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
             for layer in _calibrated_layers(missing):

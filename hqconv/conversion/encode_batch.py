@@ -166,8 +166,7 @@ class Lane:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        wait: Callable[[], None] = event.synchronize
-        return wait
+        return event.synchronize
 
 
 @dataclass(frozen=True, eq=False)

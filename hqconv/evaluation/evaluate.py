@@ -369,7 +369,7 @@ def _with_warnings(report: ConversionReport, warnings: Iterable[str]) -> Convers
 
 
 def _on_one_line(error: HqconvError) -> str:
-    return "; ".join(line.strip() for line in error.message().splitlines())
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 # --- layers and experts of the artifact

@@ -108,11 +108,11 @@ def ascend_quantization_config(
     if schemes:
         # Entries of tensors have a dot in their names, facts about the model have none. Facts that say nothing about
         # the weights are left out.
-        said = {name: value for name, value in description.items() if "." not in name and value}
+        unused = (*_UNUSED.split(), *COMMON.names)
         facts = {
             name: value
-            for name, value in said.items()
-            if name not in (*_UNUSED.split(), *COMMON.names)
+            for name, value in description.items()
+            if "." not in name and value and name not in unused
         }
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")

@@ -5,14 +5,11 @@ Legend: N output rows, K input columns.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig
 from hqconv.formats.encoding import (
     ONE,
     Decoded,
     Encoding,
-    Headers,
     MatrixHeaders,
     StoredMatrix,
     StoredTensor,
@@ -61,22 +58,16 @@ class BitNet(Encoding):
             StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
         ]
 
-    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
-        """Set float32 as the scale dtype if the scale is inverted, as its reciprocal is float32."""
-        fmt = super().complete(fmt, found)
-        return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
-
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Unpack the rows into signs and magnitudes; invert a scale that divides."""
         import torch
 
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.coded_matrix import is_any
 
         stored = matrix["weight"].contiguous()
         scale = matrix.multiplier("scale").reshape(1, 1)
         codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
         packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
-        if is_any(codes == 3):
-            matrix.refuse("weight", "A weight is not ternary.", "2-bit codes 0, 1 and 2", "3")
+        what = "A weight is not ternary."
+        matrix.refuse_where(codes == 3, "weight", what, "2-bit codes 0, 1 and 2", values=codes)
         return matrix.coded(packed, scale)

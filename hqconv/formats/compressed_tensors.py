@@ -19,7 +19,6 @@ from hqconv.formats.encoding import (
     MatrixHeaders,
     StoredMatrix,
     StoredTensor,
-    integer_bits,
     register_encoding,
 )
 from hqconv.formats.mx import mx_format, nvfp4_format
@@ -33,7 +32,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.tensors import FLOATS
+from hqconv.schemas.tensors import FLOATS, code_bits
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +249,7 @@ class PackedInt(Encoding):
         fmt = matrix.fmt
         n = matrix.n
         k = matrix.k
-        bits = integer_bits(fmt)
+        bits = code_bits(fmt.b_dtype)
         matrix.require_multiples(math.lcm(8, 32 // math.gcd(bits, 32)))
         dense = _packed_width(k, bits, False)
         padded = _packed_width(k, bits, True)
@@ -279,7 +278,7 @@ class PackedInt(Encoding):
 
         n, k = matrix.shape
         fmt = matrix.fmt
-        bits = integer_bits(fmt)
+        bits = code_bits(fmt.b_dtype)
         packed = matrix["weight"].contiguous()
         is_padded = packed.shape[1] != _packed_width(k, bits, False)
         if is_padded:
@@ -327,7 +326,7 @@ class Int8(Encoding):
         ]
         if fmt.has_zero_point:
             stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I8",), scales))
-        if fmt.option("has_offset", False):
+        if fmt.option("has_offset"):
             stored.append(StoredTensor("offset", ("weight_offset",), FLOATS, scales))
         return stored
 

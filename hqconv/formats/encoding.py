@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, TypeVar
 from hqconv import formats
 from hqconv.errors import InputError
 from hqconv.formats.source_format import FLOAT, SourceFormat
-from hqconv.schemas.tensors import FLOATS, TensorSpec, humming_name
+from hqconv.schemas.tensors import FLOATS, TensorSpec, code_bits, humming_name
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +213,7 @@ class StoredMatrix:
         """Return the zero point of an asymmetric matrix; None for a symmetric one, whose zeros must be the midpoint."""
         if self.fmt.has_zero_point:
             return zero
-        midpoint = 2 ** (integer_bits(self.fmt) - 1)
+        midpoint = 2 ** (code_bits(self.fmt.b_dtype) - 1)
         self.refuse_where(
             zero != midpoint,
             "zero_point",
@@ -275,6 +275,8 @@ class Encoding(ABC):
         if scale is not None:
             stored = self.byte_scale_dtype if scale.dtype == "U8" else humming_name(scale.dtype)
             scale_dtype = stored or scale_dtype
+        if fmt.divides("scale"):
+            scale_dtype = "float32"  # as its reciprocal is
         return replace(fmt, b_dtype=self.b_dtype or fmt.b_dtype, scale_dtype=scale_dtype)
 
 
@@ -331,18 +333,6 @@ def usable_scales(*, divides: bool) -> str:
     if divides:
         return "a number above 0; infinity makes all values 0"
     return "a finite number, not below 0"
-
-
-def integer_bits(fmt: SourceFormat) -> int:
-    """Return the bits of a code of an integer format."""
-    digits = fmt.b_dtype.removeprefix("uint")
-    if not (digits.isdigit() and 1 <= int(digits) <= 8):
-        raise InputError(
-            "The config names no usable code type.",
-            expected="uint1 … uint8",
-            found=fmt.b_dtype or "nothing",
-        )
-    return int(digits)
 
 
 # --- formats completed from headers --------------------------------------------------------------------------

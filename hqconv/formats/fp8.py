@@ -211,8 +211,7 @@ class Fp8(Encoding):
                 expected=fmt.b_dtype,
                 found=weight.dtype,
             )
-        fmt = super().complete(replace(fmt, b_dtype=b_dtype), found)
-        return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
+        return super().complete(replace(fmt, b_dtype=b_dtype), found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give e8m0 scales their dtype."""
@@ -251,7 +250,7 @@ def parse_w4afp8(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     )
     dense = SourceFormat("w4afp8 fp8", "fp8", "float8e4m3", "", *_BLOCK)
     skipped = skipped_names(config, "ignored_layers", "modules_to_not_convert", "ignore")
-    return [skipped, when(lambda module: ".experts." in f".{module}.", int4), always(dense)]
+    return [skipped, when(_is_routed, int4), always(dense)]
 
 
 @register_encoding

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.formats.config_reader import ConfigReader, Keys, TextConfig, refuse_spinquant
 from hqconv.formats.encoding import (
     Decoded,
     Encoding,
-    Headers,
     MatrixHeaders,
     StoredMatrix,
     StoredTensor,
-    integer_bits,
     register_encoding,
 )
 from hqconv.formats.mx import mx_format, nvfp4_format
@@ -33,7 +30,7 @@ from hqconv.formats.quant_config import (
     when,
 )
 from hqconv.formats.source_format import PLAIN, SourceFormat
-from hqconv.schemas.tensors import FLOATS
+from hqconv.schemas.tensors import FLOATS, code_bits
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +158,17 @@ def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:
 # --- tensors -----------------------------------------------------------------------------------------------
 
 
+def _zeros_and_scales(matrix: MatrixHeaders) -> list[StoredTensor]:
+    """Return both tensors of the groups: zero points packed along N, and scales."""
+    fmt = matrix.fmt
+    groups = matrix.num_groups
+    zeros = ((groups, matrix.n * code_bits(fmt.b_dtype) // 32),)
+    return [
+        StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+        StoredTensor("scale", ("scales",), FLOATS, ((groups, matrix.n),)),
+    ]
+
+
 @register_encoding
 class Gptq(Encoding):
     """qweight int32 [K * b / 32, N] packed along K, qzeros [G, N * b / 32] along N, scales [G, N].
@@ -178,25 +186,15 @@ class Gptq(Encoding):
         fmt = matrix.fmt
         n = matrix.n
         k = matrix.k
-        bits = integer_bits(fmt)
+        bits = code_bits(fmt.b_dtype)
         divisor = 32 // math.gcd(bits, 32)
         matrix.require_multiples(divisor, divisor)
-        groups = matrix.num_groups
-        zeros = ((groups, n * bits // 32),)
-        is_ordered = bool(fmt.option("desc_act", False))
+        is_ordered = bool(fmt.option("desc_act"))
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
-            StoredTensor(
-                "zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point
-            ),
-            StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+            *_zeros_and_scales(matrix),
             StoredTensor("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=is_ordered),
         ]
-
-    def complete(self, fmt: SourceFormat, found: Headers) -> SourceFormat:
-        """Mark the columns as permuted unless there is only one group."""
-        fmt = replace(fmt, is_permuted=bool(fmt.option("desc_act")) and fmt.group_k != 0)
-        return super().complete(fmt, found)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Transpose the words; the zero points are codes [N, G]."""
@@ -205,7 +203,7 @@ class Gptq(Encoding):
         zero = _zero_points(matrix.fmt, matrix["zero_point"].contiguous())
         zero_point = matrix.zero_or_midpoint(zero.t().contiguous())
         columns = matrix.group_index(scale.size(1)) if "g_idx" in matrix else None
-        if columns is not None and not matrix.fmt.option("desc_act", False):
+        if columns is not None and not matrix.fmt.option("desc_act"):
             matrix.refuse(
                 "g_idx",
                 "The columns are in another order than the config says.",
@@ -219,8 +217,8 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
     """Unpack uint8 zero points [G, N]; GPTQModel subtracts 1 from whole int32 words, so that a zero of 0 borrows."""
     from hqconv.quantization import bit_codec
 
-    bits = integer_bits(fmt)
-    offset = int(fmt.option("zero_offset", 1))
+    bits = code_bits(fmt.b_dtype)
+    offset = int(fmt.option("zero_offset"))
     if offset and 32 % bits == 0:
         ones = sum(1 << shift for shift in range(0, 32, bits))
         return bit_codec.unpack(stored + ones, bits)  # wraps
@@ -240,18 +238,10 @@ class Awq(Encoding):
     part_names = ("qzeros", "scales")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        fmt = matrix.fmt
-        n = matrix.n
-        k = matrix.k
         matrix.require_multiples(8, 8)
-        groups = matrix.num_groups
-        zeros = ((groups, n // 8),)
         return [
-            StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
-            StoredTensor(
-                "zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point
-            ),
-            StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
+            StoredTensor("weight", ("qweight",), ("I32",), ((matrix.k, matrix.n // 8),)),
+            *_zeros_and_scales(matrix),
         ]
 
     def decode(self, matrix: StoredMatrix) -> Decoded:

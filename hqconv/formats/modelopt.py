@@ -49,7 +49,10 @@ def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
 
 
 @quant_method(
-    *("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"),
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "modelopt_mxfp8",
     keys=KEYS,
     undecided=lambda config: _excluded(config, with_parents=True),
 )

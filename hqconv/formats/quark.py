@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hqconv.formats.config_reader import (
     ConfigReader,
@@ -25,7 +25,6 @@ from hqconv.formats.encoding import (
     Encoding,
     MatrixHeaders,
     Shape,
-    Shapes,
     StoredMatrix,
     StoredTensor,
     register_encoding,
@@ -113,7 +112,7 @@ def parse_quark(config: ConfigReader, _text: TextConfig) -> list[ModuleRule]:
     if weight_format == "fake_quantized":
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    rules: list[ModuleRule] = [when(_excluded(config, with_parents=False))]
+    rules = [when(_excluded(config, with_parents=False))]
     named: dict[str, SourceFormat] = {}
     patterns: list[ModuleRule] = []
     for name, layer in config.tables("layer_quant_config"):
@@ -167,7 +166,7 @@ def _format(layer: ConfigReader, packing: str) -> SourceFormat:
         _check_second(second)
         if stage == 1:
             scale = second.text("dtype", ("fp8_e4m3", "fp8_e5m2", "fp8_e5m3"))
-    options: Mapping[str, Any] = {
+    options = {
         "dtype": dtype,
         "pack_method": packing,
         # The scale that is stored for each group.
@@ -292,7 +291,7 @@ class Quark(Encoding):
         stored = [StoredTensor("weight", ("weight",), storage, (shape,))]
         if dtype == "mx":
             return stored
-        scales: Shapes = matrix.scale_shapes
+        scales = matrix.scale_shapes
         if is_transposed:
             scales = ((math.ceil(k / fmt.group_k), n),)
         name = fmt.option("scale_name")
@@ -340,7 +339,7 @@ def _flip(fmt: SourceFormat, bits: int) -> int:
 def _nibble_order(fmt: SourceFormat) -> tuple[int, ...]:
     from hqconv.quantization.bit_codec import AWQ_ORDER, PLAIN_ORDER
 
-    return AWQ_ORDER if fmt.option("pack_method", "reorder") == "reorder" else PLAIN_ORDER
+    return AWQ_ORDER if fmt.option("pack_method") == "reorder" else PLAIN_ORDER
 
 
 def _pack_integers(fmt: SourceFormat, weight: torch.Tensor) -> torch.Tensor:

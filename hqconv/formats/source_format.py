@@ -37,8 +37,8 @@ _HOLDS = {
 }
 # Scales rounded to the parameter dtype, as a server does at load: always float32 ones; ones of another
 # parameter dtype on request (`--round-scales`), since --dtype may keep them.
-ROUNDED_ALWAYS: tuple[str, ...] = ("float32",)
-ROUNDED_IF_ASKED: tuple[str, ...] = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
+ROUNDED_ALWAYS = ("float32",)
+ROUNDED_IF_ASKED = (*ROUNDED_ALWAYS, *PARAM_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
     """Return "" if scales of dtype `stored` can hold the source's, maybe rounded; float zero points never are."""
     if source.scale_dtype in _HOLDS[stored]:
         return ""
-    is_fp_zero_point = bool(source.option("is_fp_zero_point", False))
+    is_fp_zero_point = bool(source.option("is_fp_zero_point"))
     if stored in PARAM_DTYPES and source.scale_dtype in rounded and not is_fp_zero_point:
         return ""
     return f"{stored} scales cannot hold its {source.scale_dtype} scales"

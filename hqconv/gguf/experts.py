@@ -16,9 +16,10 @@ from hqconv.formats.source_format import GGUF, SourceFormat
 from hqconv.gguf.header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import ConfigSizes, config_sizes
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
+from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.models.tensor_names import decoder_layer, is_router
+from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.tensors import FLOATS, TensorRef
 
 STACKS = {
@@ -61,29 +62,25 @@ def is_expert(tensor: str) -> bool:
     return _EXPERT.fullmatch(tensor) is not None or _LOOKS_LIKE_EXPERT.search(tensor) is not None
 
 
-def map_gguf(
-    tensors: Mapping[str, TensorRef], beside: Mapping[str, TensorRef], config: Mapping[str, Any]
-) -> ExpertMap:
-    """Map the MoE layers in GGUF files, and every tensor to its use.
+@dataclass(frozen=True)
+class ExpertMapper:
+    """Maps the MoE layers in GGUF files, and every tensor to its use.
 
     tensors: of the GGUF files, by their own names; the refs have unique names. beside: the model's other tensors, by
-    their published names. Raises RequestError for a model_type without a row and files without experts; InputError,
-    naming the tensor, for experts that are incomplete, of an unknown layout, or not of the config's sizes.
+    their published names.
     """
-    return _ExpertMapper(tensors, beside, config).map()
 
-
-@dataclass(frozen=True)
-class _ExpertMapper:
     tensors: Mapping[str, TensorRef]
     beside: Mapping[str, TensorRef]
     config: Mapping[str, Any]
 
     def map(self) -> ExpertMap:
-        """Map layers and tensors; see `map_gguf`.
+        """Map layers and tensors.
 
         Names and activations follow the rules for a checkpoint that has experts as tensors: placeholder tensors replace
-        the stacks for these rules.
+        the stacks for these rules. Raises RequestError for a model_type without a row and files without experts;
+        InputError, naming the tensor, for experts that are incomplete, of an unknown layout, or not of the config's
+        sizes.
         """
         layers, dropped = self._layers()
         for index, layer in layers.items():
@@ -130,7 +127,7 @@ class _ExpertMapper:
     @cached_property
     def _modules(self) -> frozenset[str]:
         """Return the paths of all modules with tensors beside the experts."""
-        modules: set[str] = set()
+        modules = set()
         for name in self.beside:
             module = name.rpartition(".")[0]
             while module and module not in modules:
@@ -315,7 +312,7 @@ def _shares(
     stacks: Mapping[str, _Stack], expert: int, shape: tuple[int, int]
 ) -> dict[str, TensorRef]:
     """Return an expert's byte ranges of a projection with the given shape."""
-    shapes: dict[str, tuple[int, ...]] = {"weight": shape, "bias": shape[:1], "scale_2": ()}
+    shapes = {"weight": shape, "bias": shape[:1], "scale_2": ()}
     return {content: stack.share(expert, shapes[content]) for content, stack in stacks.items()}
 
 

@@ -39,20 +39,22 @@ _SIGMOID = 2
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
 
 
+@dataclass(frozen=True)
 class Metadata:
     """Metadata of a model by keys without the architecture's name; which keys were read is recorded.
 
     tensors: all tensors of the model, by their names in GGUF files.
     """
 
-    def __init__(
-        self, where: str, values: Mapping[str, Value], tensors: Mapping[str, TensorRef]
-    ) -> None:
-        self.where = where
-        self._values = values
-        self.tensors = tensors
-        self._read: set[str] = set()
-        self.architecture = str(values.get("general.architecture", ""))
+    where: str
+    values: Mapping[str, Value]
+    tensors: Mapping[str, TensorRef]
+    was_read: set[str] = field(default_factory=set)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture; "" without one."""
+        return str(self.values.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, `default` without one; for a list the value that all layers share.
@@ -63,12 +65,12 @@ class Metadata:
         import numpy as np
 
         full = f"{self.architecture}.{key}"
-        self._read.add(full)
-        value = self._values.get(full, default)
+        self.was_read.add(full)
+        value = self.values.get(full, default)
         if isinstance(value, list):
             value = value[0] if len(set(value)) == 1 else None
         if value is None:
-            found = self._values.get(full, "no such key")
+            found = self.values.get(full, "no such key")
             raise self._refusal(
                 "The metadata of the GGUF file lacks a number of the model.",
                 full,
@@ -79,7 +81,7 @@ class Metadata:
 
     def has(self, key: str) -> bool:
         """Return True if a key is there."""
-        return f"{self.architecture}.{key}" in self._values
+        return f"{self.architecture}.{key}" in self.values
 
     def expect(self, key: str, expected: Any) -> None:
         """Check a value that the published model's code has, where the key is there. Raises RequestError."""
@@ -94,19 +96,19 @@ class Metadata:
 
     def token(self, word: str) -> int | None:
         """Return the id of a special token of the tokenizer."""
-        value = self._values.get(f"tokenizer.ggml.{word}_token_id")
+        value = self.values.get(f"tokenizer.ggml.{word}_token_id")
         return value if isinstance(value, int) else None
 
     def check_all_read(self) -> None:
         """Refuse keys of the architecture that nothing read: they may change what the model computes."""
-        own_keys = {key for key in self._values if key.startswith(f"{self.architecture}.")}
-        unread = sorted(own_keys - self._read)
+        own_keys = {key for key in self.values if key.startswith(f"{self.architecture}.")}
+        unread = sorted(own_keys - self.was_read)
         if unread:
             raise self._refusal(
                 "The metadata of the GGUF file has keys whose meaning for config.json is not known.",
                 first_few(unread),
                 "known keys",
-                self._values[unread[0]],
+                self.values[unread[0]],
             )
 
     def _refusal(self, what: str, key: str, expected: object, found: object) -> RequestError:
@@ -308,10 +310,22 @@ def _encode(floats: Array, ref: TensorRef) -> Array:
 
 # --- architectures
 
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ATTENTION = (*_NORMS, *(f"self_attn.{name}_proj" for name in "qkvo"))
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_WITH_HEAD_NORMS = (*_ATTENTION, *_HEAD_NORMS)
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_SHARED = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+_CORRECTION = "e_score_correction"  # gguf's map has it as a module with a bias: `<module>_bias`
+_DRAFT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
+_MLA = (*_NORMS, "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj")
+_LOW_RANK = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+_KV_HALVES = ("self_attn.k_b_proj", "self_attn.v_b_proj")
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """Modules and config of one architecture; paths are below `model.layers.N`.
+    """Modules and config of one architecture, as far as they are not as in most; paths are below `model.layers.N`.
 
     config: the config's own keys, added to those of every model. every, moe, dense: modules of every layer, of layers
     with experts and of layers without. optional: modules that all layers of a model have, or none.
@@ -323,8 +337,8 @@ class Architecture:
     model_types: tuple[str, ...]
     class_name: str
     config: Callable[[Metadata], dict[str, Any]]
-    every: tuple[str, ...]
-    moe: tuple[str, ...]
+    every: tuple[str, ...] = _ATTENTION
+    moe: tuple[str, ...] = ("mlp.gate",)
     dense: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -336,18 +350,6 @@ class Architecture:
     def modules(self) -> tuple[str, ...]:
         """All modules of a layer, by the names that gguf's map knows."""
         return (*self.every, *self.moe, *self.dense, *self.optional)
-
-
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_ATTENTION = (*_NORMS, *(f"self_attn.{name}_proj" for name in "qkvo"))
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_SHARED = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
-_CORRECTION = "e_score_correction"  # gguf's map has it as a module with a bias: `<module>_bias`
-_DRAFT = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
-_MLA = (*_NORMS, "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj")
-_LOW_RANK = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
-_KV_HALVES = ("self_attn.k_b_proj", "self_attn.v_b_proj")
 
 
 def _common(meta: Metadata) -> dict[str, Any]:
@@ -377,7 +379,7 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any]:
     kind = meta.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": meta.get("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": meta.get("rope.scaling.factor")}
     if kind == "linear":
         return scaling
     if kind != "yarn":
@@ -404,10 +406,15 @@ def _head_dim(meta: Metadata, *, is_rotated: bool = True) -> int:
     return int(size)
 
 
-def _check_plain_routing(meta: Metadata) -> None:
+def _plainly_routed(meta: Metadata, count_key: str) -> dict[str, Any]:
+    """Check that a softmax over all experts routes; return the number of experts, under the model's key, and top_k."""
     meta.expect("expert_gating_func", _SOFTMAX)
     meta.expect("expert_group_count", 1)
     meta.expect("expert_group_used_count", 1)
+    return {
+        count_key: meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
+    }
 
 
 def _routed(meta: Metadata) -> dict[str, Any]:
@@ -426,11 +433,9 @@ def _routed(meta: Metadata) -> dict[str, Any]:
 
 
 def _qwen2_moe(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     _head_dim(meta)
     return {
-        "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_experts"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -440,10 +445,8 @@ def _qwen2_moe(meta: Metadata) -> dict[str, Any]:
 
 
 def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     return {
-        "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_experts"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "head_dim": _head_dim(meta),
         "norm_topk_prob": True,
@@ -454,11 +457,9 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
 
 
 def _mixtral(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
-        "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_local_experts"),
         "head_dim": _head_dim(meta),
         "sliding_window": None,
     }
@@ -507,11 +508,9 @@ def _deepseek(meta: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     kinds = ("sliding_attention", "full_attention")
     config = {
-        "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_local_experts"),
         "head_dim": _head_dim(meta),
         "intermediate_size": meta.get("expert_feed_forward_length"),
         "attention_bias": True,
@@ -549,12 +548,10 @@ def _dots1(meta: Metadata) -> dict[str, Any]:
 
 
 def _olmoe(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     _head_dim(meta)
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     return {
-        "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_experts"),
         "norm_topk_prob": False,
         "clip_qkv": None,
         "attention_bias": False,
@@ -562,12 +559,10 @@ def _olmoe(meta: Metadata) -> dict[str, Any]:
 
 
 def _granitemoe(meta: Metadata) -> dict[str, Any]:
-    _check_plain_routing(meta)
     _head_dim(meta)
     meta.expect("expert_feed_forward_length", meta.get("feed_forward_length"))
     config = {
-        "num_local_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        **_plainly_routed(meta, "num_local_experts"),
         "attention_multiplier": meta.get("attention.scale"),
         "embedding_multiplier": meta.get("embedding_scale"),
         "residual_multiplier": meta.get("residual_scale"),
@@ -613,12 +608,11 @@ def _ernie(meta: Metadata) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES = {
     "qwen2moe": Architecture(
         model_types=("qwen2_moe",),
         class_name="Qwen2MoeForCausalLM",
         config=_qwen2_moe,
-        every=_ATTENTION,
         moe=(
             "mlp.gate",
             "mlp.shared_expert_gate",
@@ -629,14 +623,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_types=("qwen3_moe",),
         class_name="Qwen3MoeForCausalLM",
         config=_qwen3_moe,
-        every=(*_ATTENTION, *_HEAD_NORMS),
-        moe=("mlp.gate",),
+        every=_WITH_HEAD_NORMS,
     ),
     "llama": Architecture(
         model_types=("mixtral",),
         class_name="MixtralForCausalLM",
         config=_mixtral,
-        every=_ATTENTION,
         moe=("block_sparse_moe.gate",),
         is_permuted=True,
     ),
@@ -645,7 +637,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         class_name="DeepseekV2ForCausalLM",
         config=_deepseek,
         every=_MLA,
-        moe=("mlp.gate",),
         dense=_MLP,
         optional=(
             "self_attn.q_proj",
@@ -668,7 +659,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_types=("glm4_moe",),
         class_name="Glm4MoeForCausalLM",
         config=_glm4_moe,
-        every=_ATTENTION,
         moe=("mlp.gate", f"mlp.gate.{_CORRECTION}"),
         dense=_MLP,
         optional=(*_HEAD_NORMS, *_SHARED, *_DRAFT),
@@ -677,23 +667,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_types=("dots1",),
         class_name="Dots1ForCausalLM",
         config=_dots1,
-        every=(*_ATTENTION, *_HEAD_NORMS),
+        every=_WITH_HEAD_NORMS,
         moe=("mlp.gate", f"mlp.gate.{_CORRECTION}"),
         dense=_MLP,
         optional=_SHARED,
     ),
     "olmoe": Architecture(
-        model_types=("olmoe",),
-        class_name="OlmoeForCausalLM",
-        config=_olmoe,
-        every=(*_ATTENTION, *_HEAD_NORMS),
-        moe=("mlp.gate",),
+        model_types=("olmoe",), class_name="OlmoeForCausalLM", config=_olmoe, every=_WITH_HEAD_NORMS
     ),
     "granitemoe": Architecture(
         model_types=("granitemoe", "granitemoeshared"),
         class_name="GraniteMoeForCausalLM",
         config=_granitemoe,
-        every=_ATTENTION,
         moe=("block_sparse_moe.router.layer",),
         optional=_SHARED,
         renamed={"mlp.shared_experts.down_proj": "shared_mlp.output_linear"},
@@ -709,7 +694,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_types=("minimax_m2",),
         class_name="MiniMaxM2ForCausalLM",
         config=_minimax_m2,
-        every=(*_ATTENTION, *_HEAD_NORMS),
+        every=_WITH_HEAD_NORMS,
         moe=("block_sparse_moe.gate", f"block_sparse_moe.{_CORRECTION}"),
         float32=("block_sparse_moe.gate",),
     ),
@@ -717,7 +702,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_types=("ernie4_5_moe",),
         class_name="Ernie4_5_MoeForCausalLM",
         config=_ernie,
-        every=_ATTENTION,
         moe=("mlp.gate", f"mlp.moe_statics.{_CORRECTION}"),
         dense=_MLP,
         optional=_SHARED,
@@ -791,7 +775,7 @@ def check_config(config: Mapping[str, Any], meta: Metadata) -> None:
     layer_counts = {num_layers}
     if isinstance(num_drafts, int) and not meta.has(_DRAFT_KEY):
         layer_counts.add(num_layers - num_drafts)
-    expected: dict[str, set[Any]] = {
+    expected = {
         "model_type": set(architecture_of(meta).model_types),
         "hidden_size": {meta.get("embedding_length")},
         "num_attention_heads": {meta.get("attention.head_count")},

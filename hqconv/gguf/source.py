@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
-from hqconv.gguf.experts import is_expert, map_gguf
+from hqconv.gguf.experts import ExpertMapper, is_expert
 from hqconv.gguf.header import GgufHeader, Value, parse_header, read_header
 from hqconv.gguf.model import (
     Metadata,
@@ -116,11 +117,11 @@ class GgufSource(SafetensorsSource):
         return header
 
     def map_experts(self) -> ExpertMap:
-        """Map the MoE layers in the GGUF files, and every tensor to its use. Raises as `map_gguf`."""
+        """Map the MoE layers in the GGUF files, and every tensor to its use. Raises as `ExpertMapper.map`."""
         return self._map(self._stored)
 
     def _map(self, stored: Mapping[str, TensorRef]) -> ExpertMap:
-        experts = map_gguf(stored, self._published, self.config)
+        experts = ExpertMapper(stored, self._published, self.config).map()
         for name in experts.converted:
             check_decoder(self.tensors[name])
         return experts
@@ -218,7 +219,7 @@ class GgufModelSource(GgufSource):
         self.sidecar_files = with_tokenizer(self.sidecar_files, names[0], headers[0])
 
     def map_experts(self) -> ExpertMap:
-        """Map the MoE layers, and every tensor to its use. Raises as `map_gguf`."""
+        """Map the MoE layers, and every tensor to its use. Raises as `ExpertMapper.map`."""
         experts = self._map({name: ref for name, ref in self._stored.items() if is_expert(name)})
         return replace(experts, dropped={**experts.dropped, **self._dropped})
 
@@ -258,29 +259,32 @@ class GgufModelSource(GgufSource):
             self.read_into(ref, buffer)
 
 
+@dataclass
 class _HubFile:
-    """A file of a Hub repo that is read from its start on, by range requests."""
+    """A file of a Hub repo that is read from its start on, by range requests.
 
-    def __init__(self, listing: Listing, name: str, size: int) -> None:
-        self._listing = listing
-        self._name = name
-        self._size = size
-        self._fetched = b""
-        self._position = 0  # in what is fetched
-        self._reached = 0  # in the file
+    position: in what is fetched. reached: in the file.
+    """
+
+    listing: Listing
+    name: str
+    size: int
+    fetched: bytes = b""
+    position: int = 0
+    reached: int = 0
 
     def read(self, num_bytes: int, /) -> bytes:
         """Return the next bytes; fewer at the end of the file."""
-        missing = num_bytes - (len(self._fetched) - self._position)
+        missing = num_bytes - (len(self.fetched) - self.position)
         if missing > 0:
-            end = min(self._reached + max(missing, _FETCHED_BYTES), self._size)
-            more = self._listing.read(self._name, self._reached, end)
-            self._fetched = self._fetched[self._position :] + more
-            self._position = 0
-            self._reached = end
-        begin = self._position
-        self._position += num_bytes
-        return self._fetched[begin : self._position]
+            end = min(self.reached + max(missing, _FETCHED_BYTES), self.size)
+            more = self.listing.read(self.name, self.reached, end)
+            self.fetched = self.fetched[self.position :] + more
+            self.position = 0
+            self.reached = end
+        begin = self.position
+        self.position += num_bytes
+        return self.fetched[begin : self.position]
 
 
 def _model_name(name: str) -> str:
@@ -384,11 +388,8 @@ def with_tokenizer(beside: SidecarFiles, name: str, header: GgufHeader) -> Sidec
     if isinstance(header.metadata.get("tokenizer.chat_template"), str):
         files.append(TEMPLATE)
     missing = tuple(file for file in files if file not in beside.names)
-
-    def make() -> tuple[dict[str, bytes], str]:
-        return make_tokenizer(name, header.metadata_file, missing)
-
-    return replace(beside, generated=missing, generate=make)
+    generate = partial(make_tokenizer, name, header.metadata_file, missing)
+    return replace(beside, generated=missing, generate=generate)
 
 
 def _tokenizer_obstacle(metadata: Mapping[str, Value]) -> str:

@@ -221,7 +221,7 @@ def fetch(
 
     patterns = [glob.escape(name) for name in names]
     with explained(repo_id, revision):
-        folder: Any = snapshot_download(
+        folder = snapshot_download(
             repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache_dir
         )
     return Path(folder)
@@ -241,9 +241,9 @@ def fetch_file(
     """
     from huggingface_hub import hf_hub_download
 
-    kwargs: dict[str, Any] = {} if check is None else {"tqdm_class": _silent_bar(check)}
+    kwargs = {} if check is None else {"tqdm_class": _silent_bar(check)}
     with explained(repo_id, commit):
-        path: Any = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
+        path = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
     return Path(path)
 
 
@@ -426,7 +426,10 @@ def commit_files(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    before = [state_of(content) for content in files.values() if isinstance(content, Path)]
+    def states() -> list[object]:
+        return [state_of(content) for content in files.values() if isinstance(content, Path)]
+
+    before = states()
     with explained(repo_id, branch):
         additions = []
         for name, content in files.items():
@@ -444,7 +447,7 @@ def commit_files(
             additions.append(addition)
         kwargs: Any = {"revision": branch}
         HfApi().preupload_lfs_files(repo_id, additions, free_memory=False, **kwargs)
-        if before != [state_of(content) for content in files.values() if isinstance(content, Path)]:
+        if before != states():
             raise OutputError(
                 "A file changed while it was sent.",
                 where=repo_id,
@@ -469,7 +472,7 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import errors
 
     # The base of its HTTP exceptions: of requests, httpx or httpx2, by the library's version.
-    http_error: type[Exception] = vars(errors)["HTTPError"]
+    http_error = vars(errors)["HTTPError"]
     # RuntimeError comes from the Xet extension.
     failures = (OSError, ValueError, RuntimeError, http_error, errors.EntryNotFoundError)
     try:
@@ -505,7 +508,7 @@ def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
     status = status_of(error)
     page = f"{endpoint}/{repo_id}"
     is_local = isinstance(error, errors.LocalEntryNotFoundError)
-    rows: tuple[tuple[bool, type[HqconvError], str, str], ...] = (
+    rows = (
         (
             isinstance(error, errors.GatedRepoError),
             RequestError,

@@ -49,7 +49,7 @@ def keep_repeats(pairs: list[tuple[str, object]]) -> dict[str, object] | Repeate
     result = dict(pairs)
     if len(result) == len(pairs):
         return result
-    seen: set[str] = set()
+    seen = set()
     for key, _ in pairs:
         if key in seen:
             break

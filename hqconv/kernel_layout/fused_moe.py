@@ -152,8 +152,7 @@ def linear_gemm(
     device = weight.device
     with torch.cuda.device(device):
         config, laid_out = prepare_linear(tensors, schema, param_dtype)
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    locks = torch.zeros(8 * num_processors, dtype=torch.int32, device=device)
+    locks = new_locks(device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with torch.cuda.device(device):

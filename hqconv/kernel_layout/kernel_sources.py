@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import load_layer_config
@@ -43,14 +44,8 @@ class KernelSource:
     @property
     def name(self) -> str:
         """SHA-256 over all that makes the kernel, but for the compiler and its headers."""
-        return kernel_name(self.code, self.expression, self.architecture, self.without_fast_math)
-
-
-def kernel_name(code: str, expression: str, architecture: str, without_fast_math: bool) -> str:
-    """The name of a kernel's files: see `KernelSource.name`."""
-    return sha256(
-        json.dumps([code, expression, architecture, without_fast_math]).encode()
-    ).hexdigest()
+        made_of = [self.code, self.expression, self.architecture, self.without_fast_math]
+        return sha256(json.dumps(made_of).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -84,22 +79,17 @@ def standing_in(facts: SimpleNamespace) -> Iterator[None]:
     facts: the attributes of its `DeviceInfo`, of a GPU that need not be present.
     """
     device: Any = importlib.import_module("humming.device")
-    current = device.current_device
-    extension = device._get_device_info_extension
-    value = current._value
-    instances = dict(device.DeviceInfo._instances)
-    device._get_device_info_extension = lambda: SimpleNamespace(_DeviceInfo=lambda index: facts)
-    current._value = facts
-    device.DeviceInfo._instances.clear()
-    _forget_tuning()
-    try:
-        yield
-    finally:
-        device._get_device_info_extension = extension
-        current._value = value
-        device.DeviceInfo._instances.clear()
-        device.DeviceInfo._instances.update(instances)
+    extension = SimpleNamespace(_DeviceInfo=lambda index: facts)
+    with (
+        patch.object(device, "_get_device_info_extension", lambda: extension),
+        patch.object(device.current_device, "_value", facts),
+        patch.dict(device.DeviceInfo._instances, clear=True),
+    ):
         _forget_tuning()
+        try:
+            yield
+        finally:
+            _forget_tuning()
 
 
 def _forget_tuning() -> None:
@@ -191,7 +181,7 @@ def input_kernels(
     if activation is None and (is_ready or not (mode.should_quantize or scatters or rotation)):
         return []
     layout = "scatter" if scatters else "grouped_mask" if settings.gemm_type == MASKED else "normal"
-    options: dict[str, Any] = {
+    options = {
         **(activation or {}),
         "layout": layout,
         "scatter_width": top_k if scatters else 1,

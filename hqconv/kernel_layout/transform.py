@@ -191,13 +191,15 @@ def prepare_linear(
     return found
 
 
-def linear_values(
-    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str
+def packed_values(
+    shape_n: int,
+    shape_k: int,
+    schema: WeightSchema,
+    param_dtype: str,
+    num_experts: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return packed tensors of a linear layer of a size, with some values."""
-    attributes = packed_attributes(
-        shape_n, shape_k, schema, param_dtype, has_bias=False, num_experts=None
-    )
+    """Return packed tensors of a size, with some values. num_experts: None for a linear layer."""
+    attributes = packed_attributes(shape_n, shape_k, schema, param_dtype, False, num_experts)
     return {name: values(one["shape"], one["dtype"]) for name, one in attributes.items()}
 
 
@@ -344,13 +346,8 @@ def layout_fingerprint(spec: KernelSpec, device: str | None = None) -> str:
     a CPU. Raises RequestError where neither can lay out.
     """
     device = device or ("cpu" if has_twins() or not torch.cuda.is_available() else "cuda")
-    attributes = packed_attributes(
-        *_SHAPE, spec.schema, spec.param_dtype, has_bias=False, num_experts=1
-    )
-    packed = {
-        name: values(attribute["shape"], attribute["dtype"]).to(device)
-        for name, attribute in attributes.items()
-    }
+    tensors = packed_values(*_SHAPE, spec.schema, spec.param_dtype, num_experts=1)
+    packed = {name: tensor.to(device) for name, tensor in tensors.items()}
     return digest(to_kernel(kernel_form(*_SHAPE, spec), packed))
 
 
@@ -367,7 +364,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the matrix: words that differ, or the patterns of a float's type in turn."""
     numbers = torch.arange(math.prod(shape), dtype=torch.int64)
     if dtype == torch.int32:
-        bits: Any = (numbers * _ODD) % _WORD
+        bits = (numbers * _ODD) % _WORD
         return torch.where(bits >= _WORD // 2, bits - _WORD, bits).to(torch.int32).reshape(shape)
     first, count = _PATTERNS[dtype]
     return (first + numbers % count).to(_INTEGERS[dtype.itemsize]).view(dtype).reshape(shape)

@@ -155,11 +155,14 @@ def read_config(
         zero_kind = "none"
         if merged["has_zero_point"]:
             zero_kind = "float" if merged["is_fp_zero_point"] else "int"
+        order = "chunks" if merged["use_flat_weight"] else "fragments"
+        if merged["use_raw_weight"]:
+            order = "rows"
         form = LayoutForm(
             num_bits=code_bits,
             exponent_bits=exponent_bits,
             activation_bits=_ACTIVATION_BITS[merged["a_dtype"]],
-            order=_order(merged),
+            order=order,
             is_signed=merged["b_dtype"].startswith("int") or bool(merged["use_ldmatrix_dequant"]),
             is_native=bool(merged["use_native_dequant"]),
             is_packed_k=bool(merged["use_packed_k_layout"]),
@@ -219,16 +222,6 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
                 found=config[name],
             )
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
-
-
-def _order(merged: Mapping[str, Any]) -> str:
-    return (
-        "rows"
-        if merged["use_raw_weight"]
-        else "chunks"
-        if merged["use_flat_weight"]
-        else "fragments"
-    )
 
 
 def _scale_order(merged: Mapping[str, Any]) -> str:

@@ -134,12 +134,11 @@ def config_sizes(family: Family, layer: int, text: Config) -> ConfigSizes:
 
 def top_k(family: Family, name: str, layer: int, text: Config) -> int:
     """Read the number of experts per token in one layer. Raises InputError without it."""
-    size = config_number(text, (*family.top_k_keys, *TOP_K_KEYS), layer)
+    keys = tuple(dict.fromkeys((*family.top_k_keys, *TOP_K_KEYS)))
+    size = config_number(text, keys, layer)
     if size is None:
-        keys = " or ".join(dict.fromkeys((*family.top_k_keys, *TOP_K_KEYS)))
-        raise contradiction(
-            "The config lacks the number of experts per token.", name, keys, "no such key"
-        )
+        what = "The config lacks the number of experts per token."
+        raise contradiction(what, name, " or ".join(keys), "no such key")
     return size[1]
 
 
@@ -171,7 +170,10 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
     `silu+swiglu_limit` without a known formula; the keys of an unknown model are judged by their words. Raises
     InputError for a value that is no number.
     """
-    numbers = _numbers_of(choice, text)
+    # Without a row for the model no other family's keys are used.
+    numbers = NUMBERS.get(str(text.get("model_type")))
+    if numbers is None and choice.is_own_row:
+        numbers = NUMBERS.get(choice.family.name)
     if numbers is not None and numbers.plain != name:
         numbers = None
     own = set(numbers.keys.values()) if numbers is not None else set()
@@ -190,12 +192,6 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
         if key in text
     }
     return numbers.with_numbers(found)
-
-
-def _numbers_of(choice: FamilyChoice, text: Config) -> Numbers | None:
-    """Return the config keys of the model's numbers; without a row for the model no other family's keys are used."""
-    of_type = NUMBERS.get(str(text.get("model_type")))
-    return NUMBERS.get(choice.family.name) if of_type is None and choice.is_own_row else of_type
 
 
 def _reached(value: object, layer: int) -> object:

@@ -24,19 +24,21 @@ from hqconv.models.config_facts import (
     named_activation,
     top_k,
 )
-from hqconv.models.families import Config, Family, text_config
-from hqconv.models.layer_builder import LayerTensors, build_layer, check_once
+from hqconv.models.families import Family
+from hqconv.models.layer_builder import LayerTensors, build_layer
 from hqconv.models.moe_layer import MoeLayer, PerExpertIndex, TensorRefs
 from hqconv.models.tensor_names import (
     check_routers,
     choose_family,
     decoder_layer,
+    decoder_stack,
     looks_like_expert,
     name_pattern,
     refuse_leftovers,
     unmatched_error,
     without_wrappers,
 )
+from hqconv.schemas.artifact_names import Config, text_config
 from hqconv.schemas.tensors import FLOATS, TensorRef
 
 _STACK_DIMS = 3  # [E, out, in]
@@ -120,7 +122,14 @@ class _LayerFinder:
         roles = layer.experts.setdefault(expert, {})
         for role in self._roles[projection]:
             first = roles.setdefault(role, {}).setdefault(part, ref)
-            check_once(self._start[:-1], ref, first)
+            if first is not ref:
+                raise contradiction(
+                    f"An expert of {self._start[:-1]} has a projection twice.",
+                    ref.name,
+                    "gate and up apart or in one tensor",
+                    f"also {first.name}",
+                    TWICE,
+                )
             name = layer.projection_names.setdefault(role, projection)
             if name != projection:
                 expected = f"{name}, as in the layer's other experts"
@@ -214,11 +223,7 @@ def map_experts(
     none at all) and InputError if names, shapes, dtypes and config contradict one another.
     """
     text = text_config(config)
-    candidates = [
-        name
-        for name, ref in tensors.items()
-        if ("expert" in name or "moe" in name) and looks_like_expert(name, len(ref.shape))
-    ]
+    candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
     choice = choose_family(candidates, config, text)
     family = choice.family
     because = choice.because
@@ -305,7 +310,7 @@ def _check_one_prefix(names: Iterable[str]) -> None:
     """Check that the decoder's layers lie under one path: `model.layers` or `model.language_model.layers`, not both."""
     found: dict[str, str] = {}
     for name in names:
-        stack = decoder_layer(name).rstrip(".").rpartition(".")[0]
+        stack = decoder_stack(name)
         first = found.setdefault(without_wrappers(stack), name)
         if stack and not first.startswith(f"{stack}."):
             remedy = (
@@ -337,7 +342,7 @@ def _formats(
     `is_extra`: a layer after the decoder's last one, for multi-token prediction. Servers skip these layers, so ignore
     lists often omit them although they are not quantized.
     """
-    is_plain = all(map(_are_floats, _modules(found)))  # as no quantized format is
+    is_plain = all(map(_are_floats, found.modules()))  # as no quantized format is
     if is_extra and is_plain:
         return lambda _module: PLAIN
     if declared.method == "humming":
@@ -411,12 +416,6 @@ def _namings(family: Family, layer: str) -> Iterator[Callable[[str], str]]:
         yield named
 
 
-def _modules(found: LayerTensors) -> Iterator[TensorRefs]:
-    """Yield the tensors of every module of a layer, by part."""
-    single = (refs for roles in found.experts.values() for refs in roles.values())
-    return itertools.chain(single, found.stacks.values())
-
-
 def _are_floats(refs: TensorRefs) -> bool:
     return all(
         part in ("weight", "bias") and ref.dtype in FLOATS
@@ -427,7 +426,7 @@ def _are_floats(refs: TensorRefs) -> bool:
 
 def _plain_modules(found: LayerTensors) -> set[str]:
     """Return the paths of a layer's modules whose tensors are all plain floats."""
-    plain = (next(iter(refs.items())) for refs in _modules(found) if _are_floats(refs))
+    plain = (next(iter(refs.items())) for refs in found.modules() if _are_floats(refs))
     return {ref.name.removesuffix(f".{part}") for part, ref in plain}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hqconv.schemas.artifact_names import Config, text_config
+from hqconv.schemas.artifact_names import Config
 
 # Paths of decoder layers: alone, inside a multimodal wrapper (before and since transformers 5), saved
 # without a head, and in multi-token-prediction modules with their own numbers.
@@ -70,6 +70,7 @@ def fused_stacks(
 
 # Stacks of most families in transformers 5, in memory and in some saved checkpoints.
 FUSED = fused_stacks("gate_up_proj", "down_proj")
+FUSED_TRANSPOSED = fused_stacks("gate_up_proj", "down_proj", transposed=True)
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,8 @@ class Family:
         unwrap the decoder.
         """
         splits = [template.partition("{layer}.") for template in self.modules]
-        prefixes = dict.fromkeys(
-            (*(f"{front}{{layer}}" for front, _, _ in splits), *LAYER_PREFIXES)
-        )
-        inner = dict.fromkeys((*(module for _, _, module in splits if module), *USUAL_MODULES))
+        prefixes = (*(f"{front}{{layer}}" for front, _, _ in splits), *LAYER_PREFIXES)
+        inner = (*(module for _, _, module in splits if module), *USUAL_MODULES)
         return tuple(
             dict.fromkeys(
                 (*self.modules, *(f"{prefix}.{module}" for module in inner for prefix in prefixes))
@@ -180,21 +179,6 @@ class Family:
         return f"{layer}.E.{next(iter(self.projections.values()))}.weight"
 
 
-__all__ = [
-    "BY_ARCHITECTURE",
-    "BY_MODEL_TYPE",
-    "BY_NAME",
-    "FAMILIES",
-    "INDEX",
-    "TOP_K_KEYS",
-    "UNSUPPORTED",
-    "Config",
-    "Family",
-    "Stack",
-    "text_config",
-]
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -207,7 +191,7 @@ LOCAL_EXPERTS = ("num_local_experts", "num_experts")
 PLAIN_SIZE = ("intermediate_size",)
 
 # If several rows fit an unknown model_type equally well, the earlier row wins.
-FAMILIES: tuple[Family, ...] = (
+FAMILIES = (
     Family(
         # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni has a thinker, which answers, and a
         # talker, whose experts have other numbers and sizes. xllm's and k2_horizon's attention has experts of values,
@@ -393,7 +377,7 @@ FAMILIES: tuple[Family, ...] = (
         name="llama4",
         model_types=("llama4", "llama4_text"),
         modules=under_layers("feed_forward.experts"),
-        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        stacks=FUSED_TRANSPOSED,
         num_experts_keys=("num_local_experts",),
         intermediate_size_keys=PLAIN_SIZE,
     ),
@@ -416,7 +400,7 @@ FAMILIES: tuple[Family, ...] = (
         # A gpt_oss whose gate and up are one after the other.
         name="openai_privacy_filter",
         model_types=("openai_privacy_filter",),
-        stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        stacks=FUSED_TRANSPOSED,
         activation="swigluoai",
         num_experts_keys=LOCAL_EXPERTS,
         intermediate_size_keys=PLAIN_SIZE,
@@ -507,7 +491,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="aria",
         model_types=("aria", "aria_text"),
-        more_stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        more_stacks=FUSED_TRANSPOSED,
         stacks=fused_stacks("fc1", "fc2", transposed=True),
         num_experts_keys=("moe_num_experts",),
         top_k_keys=("moe_topk",),
@@ -519,7 +503,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("inkling_mm_model",),
         modules=("model.llm.layers.{layer}.mlp.experts",),
         projections=W1_W3_W2,
-        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        stacks=fused_stacks("w13", "w2", interleaved=True),
         more_stacks=FUSED,
         num_experts_keys=ROUTED_EXPERTS,
     ),
@@ -530,7 +514,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"),
         modules=("model.llm.layers.{layer}.mlp.experts", "layers.{layer}.mlp.experts"),
         projections=W1_W3_W2,
-        stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        stacks=fused_stacks("w13", "w2", interleaved=True),
         more_stacks=FUSED,
         activation="softcapped_swiglu",
         num_experts_keys=ROUTED_EXPERTS,
@@ -580,14 +564,12 @@ FAMILIES: tuple[Family, ...] = (
 
 # Every spelling of the number of experts per token, each read where a row's own is missing: none has another meaning.
 TOP_K_KEYS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.top_k_keys))
-BY_ARCHITECTURE: Mapping[str, Family] = {
-    a: family for family in FAMILIES for a in family.architectures
-}
-BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
-BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
+BY_ARCHITECTURE = {a: family for family in FAMILIES for a in family.architectures}
+BY_NAME = {family.name: family for family in FAMILIES}
+BY_MODEL_TYPE = {t: family for family in FAMILIES for t in family.model_types}
 
 # Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.
-UNSUPPORTED: Mapping[str, str] = {
+UNSUPPORTED = {
     "doge": "its experts are rows of embeddings, not matrices",
     "dots3_note": "its vision tower has experts of its own",
     "ernie4_5_moe_vl": "text and vision tokens have experts of their own, of different sizes, in one module",

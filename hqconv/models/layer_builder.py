@@ -6,7 +6,7 @@ Legend: E experts, I intermediate size, H hidden size. Every error names the ten
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,18 +48,11 @@ class LayerTensors:
     stacks: dict[str, TensorRefs] = field(default_factory=dict)
     projection_names: dict[str, str] = field(default_factory=dict)
 
-
-def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
-    """Check that a part of a projection is in one tensor: `first` is the tensor found before, maybe the same one."""
-    if first is not ref:
-        expected = "gate and up apart or in one tensor"
-        raise contradiction(
-            f"An expert of {name} has a projection twice.",
-            ref.name,
-            expected,
-            f"also {first.name}",
-            TWICE,
-        )
+    def modules(self) -> Iterator[TensorRefs]:
+        """Yield the tensors of every module, by part: of single experts, then of stacks."""
+        for roles in self.experts.values():
+            yield from roles.values()
+        yield from self.stacks.values()
 
 
 def build_layer(
@@ -98,7 +91,8 @@ def build_layer(
         try:
             resolved[role] = resolve_format(declared[role], headers[role], rows, columns, remedy)
         except InputError as error:
-            raise _with_stack_shape(error, raw[role]) from error
+            _add_stack_shape(error, raw[role])
+            raise
     _check_one_format(declared, resolved, headers)
     slices = {
         role: {part: raw[role][raw_name] for part, raw_name in resolved[role].used.items()}
@@ -296,15 +290,11 @@ def _matrix_sizes(
     )
 
 
-def _with_stack_shape(error: InputError, slices: Slices) -> InputError:
+def _add_stack_shape(error: InputError, slices: Slices) -> None:
     """Add the shape of the whole stack to an error about an expert's share of it."""
-    found = error.found
     for part in slices.values():
         if part.is_stacked and part.template == error.where:
-            found = f"{found}, an expert's share of {list(part.shape)}"
-    return InputError(
-        error.what, where=error.where, expected=error.expected, found=found, remedy=error.remedy
-    )
+            error.found += f", an expert's share of {list(part.shape)}"
 
 
 def _declared_formats(
@@ -369,9 +359,7 @@ def _find_input_scales(
     Nothing is checked, as most requests do not need them. name: of the layer. count: its experts.
     """
     dtypes = {fmt.static_inputs for fmt in formats}
-    modules = [refs for roles in found.experts.values() for refs in roles.values()]
-    modules += found.stacks.values()
-    divides = any(_INVERSE in refs for refs in modules)
+    divides = any(_INVERSE in refs for refs in found.modules())
     part = _INVERSE if divides else _SCALE
     scales: dict[str, list[TensorRef]] = {}
     max_values: dict[str, int] = {}
@@ -406,7 +394,7 @@ def _find_input_scales(
 def _check_one_form(found: LayerTensors) -> None:
     """Check that a layer has single experts or stacks, not both."""
     if found.experts and found.stacks:
-        single = next(iter(next(iter(next(iter(found.experts.values())).values())).values()))
+        single = next(iter(next(found.modules()).values()))
         stack = next(iter(next(iter(found.stacks.values())).values()))
         expected = "single or fused experts"
         raise contradiction(

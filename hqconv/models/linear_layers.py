@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hqconv.formats.source_format import PLAIN
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer, PerExpertIndex, TensorSlice
-from hqconv.models.tensor_names import decoder_layer
+from hqconv.models.tensor_names import decoder_stack
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import FLOATS, TensorRef
 
@@ -55,10 +55,9 @@ class LinearGroup(MoeLayer):
     The name is that of the server's layer in the source's module, roles are the names of the source's modules in it.
     """
 
-    @property
-    def is_linear(self) -> bool:
-        """True."""
-        return True
+    is_linear = True
+    knows_activation = True  # there is none
+    has_bias = False  # biases are copied
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -69,16 +68,6 @@ class LinearGroup(MoeLayer):
     def coupled_roles(self) -> tuple[tuple[str, ...], ...]:
         """All roles: they share their tensor-level scale."""
         return (self.roles,)
-
-    @property
-    def knows_activation(self) -> bool:
-        """True: there is none."""
-        return True
-
-    @property
-    def has_bias(self) -> bool:
-        """False: biases are copied."""
-        return False
 
     def shape(self, role: str) -> tuple[int, int]:
         """Return [out, in] of a module's weight."""
@@ -122,8 +111,8 @@ def linear_groups(
     These have unknown names, or the source's config counts them among its quantized ones. Weights that the source has
     quantized are in neither list, nor is a matrix alone whose server's layer has quantized ones.
     """
-    stacks = {_stack(layer.name) for layer in experts.layers}
-    stacks |= {_stack(name) for name in experts.left}
+    stacks = {decoder_stack(layer.name) for layer in experts.layers}
+    stacks |= {decoder_stack(name) for name in experts.left}
     modules: dict[str, dict[str, TensorRef]] = {}  # parent → name → weight
     coded: dict[str, set[str]] = {}  # parent → names of quantized modules
     unknown = []
@@ -134,7 +123,7 @@ def linear_groups(
         parent, _, own_name = module.rpartition(".")
         is_matrix = "weight" in part and len(ref.shape) == 2
         is_plain = part == "weight" and ref.dtype in FLOATS and module not in scaled
-        if not is_matrix or _stack(name) not in stacks:
+        if not is_matrix or decoder_stack(name) not in stacks:
             continue
         if not is_plain:
             coded.setdefault(parent, set()).add(own_name)
@@ -154,11 +143,6 @@ def linear_groups(
             else:
                 unknown += [ref.name for ref in refs]
     return groups, unknown
-
-
-def _stack(name: str) -> str:
-    """Return the path of the list of decoder layers that a module lies in; "" outside of any."""
-    return decoder_layer(name).rstrip(".").rpartition(".")[0]
 
 
 def _grouped(names: Iterable[str], coded: set[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

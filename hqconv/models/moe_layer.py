@@ -100,13 +100,11 @@ class TensorSlice:
             return self.shape
         if self._is_for_all(num_experts):
             return ()
-        if self.is_flat:
-            if not self.shape or self.shape[0] % num_experts:
-                raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
-            return (self.shape[0] // num_experts, *self.shape[1:])
-        if not self.shape or self.shape[0] != num_experts:
+        length, *inner = self.shape or (0,)
+        rows = length // num_experts
+        if rows * num_experts != length or not (rows if self.is_flat else rows == 1):
             raise ValueError(f"{list(self.shape)} does not hold {num_experts} experts")
-        return self.shape[1:]
+        return (rows, *inner) if self.is_flat else tuple(inner)
 
     def _is_for_all(self, num_experts: int) -> bool:
         """Return True if the tensor is one number, a scale that all experts share."""
@@ -266,13 +264,6 @@ class MoeLayer:
             for refs in tensors
         )
         return 8 * least_bytes / (self.hidden_size * self.intermediate_size)
-
-    def parts_to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the slice of every part of every projection, for JSON."""
-        return {
-            role: {part: tensor_slice.to_dict() for part, tensor_slice in slices.items()}
-            for role, slices in self.slices.items()
-        }
 
     def tensor_names(self) -> list[str]:
         """List every source tensor of the layer, from the templates, expert by expert."""

@@ -17,7 +17,7 @@ from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.moe_layer import MoeLayer, RawExperts, TensorRefs
+from hqconv.models.moe_layer import MoeLayer, RawExperts, TensorRefs, stored_shape
 from hqconv.models.tensor_names import decoder_layer, is_router, lost_modules, without_wrappers
 from hqconv.schemas.artifact_names import text_config
 from hqconv.schemas.tensors import DTYPES, FLOATS, TensorRef, TensorSpec, num_bits, torch_dtype
@@ -197,11 +197,11 @@ def read_module(
     return decode_matrix(fmt.format, tensors, shape, names)
 
 
-def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
+def read_tensor(source: SourceBytes, ref: TensorRef, *, pin_memory: bool = False) -> torch.Tensor:
     """Read a tensor to the CPU, in its stored dtype. Raises InputError as `Source.read_into`."""
     import torch
 
-    host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+    host = torch.empty(stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=pin_memory)
     source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
     return host
 

@@ -19,10 +19,10 @@ from hqconv.models.families import (
     FAMILIES,
     INDEX,
     UNSUPPORTED,
-    Config,
     Family,
 )
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.schemas.artifact_names import Config
 from hqconv.schemas.tensors import FLOATS, TensorRef
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
@@ -237,6 +237,11 @@ def decoder_layer(name: str) -> str:
     """Return the path of the decoder layer that a tensor or module lies in, with a dot at its end; "" without one."""
     found = _DECODER_LAYER.match(f"{name}.")
     return found[0] if found else ""
+
+
+def decoder_stack(name: str) -> str:
+    """Return the path of the list of decoder layers that a module lies in; "" outside of any."""
+    return decoder_layer(name).rstrip(".").rpartition(".")[0]
 
 
 def without_wrappers(name: str) -> str:

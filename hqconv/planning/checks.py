@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from hqconv.errors import InputError, RequestError, first_few, plural
@@ -34,7 +35,7 @@ from hqconv.schemas.artifact_names import (
 )
 from hqconv.schemas.engine import ENGINE, NO_HEADS, AttentionHeads
 from hqconv.schemas.grid import PACK_UNIT, Grid, check_grid
-from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
+from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.tensors import FLOATS, TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
@@ -59,28 +60,13 @@ def check_request(
     `kernel_layout.compatibility`; a conversion asks Humming itself.
     """
     _check_input_scales(experts, spec)
-    specs = dict.fromkeys((spec.layer_spec, *spec.of_layers.values()))
-    for layer_spec in specs:
+    for layer_spec in dict.fromkeys((spec.layer_spec, *spec.of_layers.values())):
         for kernel_spec in layer_spec.each:
             _check_scales(kernel_spec)
         if spec.layout == KERNEL:
             _check_layer_spec(layer_spec)
-    if spec.layout == CHECKPOINT and spec.of_layers:
-        found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in specs)
-        raise RequestError(
-            "The checkpoint layout has one schema for all layers.",
-            where="--layout checkpoint",
-            found=found,
-            remedy="Use --layout kernel.",
-        )
-    if spec.layout == CHECKPOINT and spec.grid != Grid():
-        raise RequestError(
-            "The checkpoint layout is unsharded: it serves at any TP and EP.",
-            where="--layout checkpoint",
-            remedy="Leave out --tp, --tp-split, --ep, --expert-placement and --redundant-experts.",
-        )
     if spec.layout == CHECKPOINT:
-        _check_left(experts.left)
+        _check_checkpoint_layout(experts, spec)
     for layer in experts.layers:
         _check_sizes(layer, spec, heads)
     if spec.dense and not experts.linear:
@@ -116,10 +102,9 @@ def check_dense(source: Source, spec: ConversionSpec) -> None:
             found=model_type,
             remedy="Convert the experts alone; a new model type needs a row in hqconv/models/linear_layers.py.",
         )
-    for layer_spec in spec.dense_specs:
-        [kernel_spec] = layer_spec.each
-        _check_scales(kernel_spec)
-        schema = kernel_spec.schema
+    for schema in spec.dense.used:
+        layer_spec = replace(spec.layer_spec, schema=schema, inputs=A16)
+        _check_scales(layer_spec.of("w13"))
         reason = ENGINE.linear_obstacle(schema, spec.param_dtype, spec.layout)
         if reason is not None:
             raise RequestError(
@@ -173,9 +158,27 @@ def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
                 )
 
 
-def _check_left(left: Iterable[str]) -> None:
-    """Refuse unquantized experts that an ignore list cannot name: the engine knows them by their layer's number."""
-    for name in left:
+def _check_checkpoint_layout(experts: ExpertMap, spec: ConversionSpec) -> None:
+    """Refuse several schemas, ranks, and unquantized experts that an ignore list cannot name.
+
+    The engine knows these by their layer's number.
+    """
+    if spec.of_layers:
+        specs = dict.fromkeys((spec.layer_spec, *spec.of_layers.values()))
+        found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in specs)
+        raise RequestError(
+            "The checkpoint layout has one schema for all layers.",
+            where="--layout checkpoint",
+            found=found,
+            remedy="Use --layout kernel.",
+        )
+    if spec.grid != Grid():
+        raise RequestError(
+            "The checkpoint layout is unsharded: it serves at any TP and EP.",
+            where="--layout checkpoint",
+            remedy="Leave out --tp, --tp-split, --ep, --expert-placement and --redundant-experts.",
+        )
+    for name in experts.left:
         if ENGINE.layer_pattern(name) is None:
             raise RequestError(
                 "The checkpoint layout cannot say that these experts are left as they are.",
@@ -255,13 +258,13 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
     except RequestError as error:
         of_blocks = [gemm for gemm in GEMMS if schema.of(gemm).weight_scale_type == "block"]
         formats = [(layer.format.of_gemm(gemm), schema.of(gemm)) for gemm in of_blocks]
-        if not formats or any(
+        if formats and not any(
             why_not_direct(source, one, spec.param_dtype) for source, one in formats
         ):
-            raise
-        hint = " With --schema source the source's scales are repeated into smaller blocks."
-        fields = {"where": error.where, "expected": error.expected, "found": error.found}
-        raise RequestError(error.what, **fields, remedy=error.remedy + hint) from None
+            error.remedy += (
+                " With --schema source the source's scales are repeated into smaller blocks."
+            )
+        raise
 
 
 def _check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
@@ -379,9 +382,9 @@ def _matrix_scales(
             (role, part)
             for role in layer.slices
             for part in ("scale", "scale_2")
-            if part in layer.slices[role]
+            if part in layer.slices[role] and _is_of_matrices(layer, role, part)
         ]
-        for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
+        for role, part in parts:
             divides = layer.format.of(role).divides(part)
             is_stacked = layer.slices[role][part].is_stacked
             for expert, of_role in enumerate(layer.sources):

@@ -280,7 +280,7 @@ def encoding_of(
     is_exact = layer.is_linear and schema.of("w13").num_bits >= _EXACT_BITS
     if is_exact and options.quantizer == GPTQ:
         options = replace(options, quantizer=RTN, calibration=None)
-    inner = stored_size(layer.intermediate_size, schema)
+    filled = replace(layer, intermediate_size=stored_size(layer.intermediate_size, schema))
     of_gemms = {}
     for gemm in GEMMS:
         source = layer.format.of_gemm(gemm)
@@ -295,13 +295,7 @@ def encoding_of(
             not layer.format.is_float,
             source.is_permuted,
         )
-    tall = (inner, layer.hidden_size)
-    wide = (layer.hidden_size, inner)
-    if layer.is_linear:
-        return LayerEncoding(**of_gemms, shapes={role: layer.shape(role) for role in layer.roles})
-    return LayerEncoding(
-        **of_gemms, shapes={role: wide if role == "w2" else tall for role in layer.roles}
-    )
+    return LayerEncoding(**of_gemms, shapes={role: filled.shape(role) for role in layer.roles})
 
 
 def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
@@ -352,7 +346,7 @@ def source_schemas(
         for gemm, chosen in zip(GEMMS, (choice.w13, choice.w2), strict=True):
             kind = (
                 gemm,
-                _kind(layer.format.of_gemm(gemm)),
+                replace(layer.format.of_gemm(gemm), name="", encoding="", options=()),
                 layer.hidden_size,
                 layer.intermediate_size,
                 layer.gated,
@@ -450,33 +444,28 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     Of columns with an order of groups only the values tell how much is kept: the texts say so.
     """
-    is_permuted = any(
-        layer.format.of(role).is_permuted for layer in experts.layers for role in layer.roles
-    )
-    return [
-        f"{text}, as far as g_idx allows" * is_permuted or text
-        for text in _direct_schemas(experts, param_dtype)
-    ]
 
-
-def _direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
     def presets(rounded: tuple[str, ...]) -> list[str]:
         return [
             name
             for name, schema in PRESETS.items()
             if all(
-                not why_not_direct(b.format, schema, param_dtype, rounded=rounded)
-                for b in experts.layers
+                _fits(layer, schema)
+                and not why_not_direct(layer.format, schema, param_dtype, rounded=rounded)
+                for layer in experts.layers
             )
-            and all(_fits(layer, schema) for layer in experts.layers)
         ]
 
     exact = presets(())
     others = [f"{name} (scales rounded)" for name in presets(ROUNDED_ALWAYS) if name not in exact]
+    texts = [*exact, *others]
     if own := own_schema_text(experts, param_dtype, _DEFAULTS):
-        return [*exact, f"{SOURCE} ({own})", *others]
-    own = own_schema_text(experts, param_dtype)
-    return [*exact, *others, *([f"{SOURCE} --round-scales ({own})"] if own else [])]
+        texts = [*exact, f"{SOURCE} ({own})", *others]
+    elif own := own_schema_text(experts, param_dtype):
+        texts.append(f"{SOURCE} --round-scales ({own})")
+    if any(layer.format.of(role).is_permuted for layer in experts.layers for role in layer.roles):
+        return [f"{text}, as far as g_idx allows" for text in texts]
+    return texts
 
 
 def own_schema_text(
@@ -504,13 +493,6 @@ def _fits(layer: MoeLayer, schema: WeightSchema) -> bool:
     """Return whether the layer's sizes are whole scale groups of the schema, uncut."""
     return not (
         layer.hidden_size % hidden_unit(schema) or layer.intermediate_size % slice_unit(schema)
-    )
-
-
-def _kind(source: SourceFormat) -> tuple[object, ...]:
-    document = source.to_dict()
-    return tuple(
-        document[key] for key in sorted(document) if key not in ("name", "options", "decoder")
     )
 
 

@@ -169,11 +169,9 @@ def _missing_scales(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
     notices = _halves_notices(experts)
-    family = BY_NAME.get(experts.family)
-    if family is not None:
-        layers = [*(layer.name for layer in experts.layers), *experts.left]
-        text = text_config(checkpoint.config)
-        notices += layer_notices(family, layers, checkpoint.tensors, text)
+    layers = [*(layer.name for layer in experts.layers), *experts.left]
+    text = text_config(checkpoint.config)
+    notices += layer_notices(BY_NAME[experts.family], layers, checkpoint.tensors, text)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)
@@ -261,11 +259,10 @@ def _halves_notices(experts: ExpertMap) -> list[str]:
 
     llm-compressor did so until its pull request 3100; names and shapes are those of a right cut.
     """
-    family = BY_NAME.get(experts.family)
     layer = experts.layers[0]
-    if family is None or layer.format.of("w2").encoding in KNOWN_BY_SOURCE:
+    if layer.format.of("w2").encoding in KNOWN_BY_SOURCE:
         return []
-    alternates = any(stack.interleaved for stack in family.stacks)
+    alternates = any(stack.interleaved for stack in BY_NAME[experts.family].stacks)
     is_stacked = any(part.is_stacked or part.view.count > 1 for part in layer.slices["w3"].values())
     if is_stacked or not alternates:
         return []
@@ -277,13 +274,9 @@ def _halves_notices(experts: ExpertMap) -> list[str]:
 
 def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
     """Return the names of the layers for multi-token prediction, which transformers does not run."""
-    family = BY_NAME.get(experts.family)
+    family = BY_NAME[experts.family]
     text = text_config(config)
-    return (
-        []
-        if family is None
-        else [one.name for one in experts.layers if is_draft(family, one.index, text)]
-    )
+    return [layer.name for layer in experts.layers if is_draft(family, layer.index, text)]
 
 
 def calibration_notices(calibration: Calibration | None, config: Mapping[str, Any]) -> list[str]:

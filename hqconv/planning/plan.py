@@ -201,11 +201,7 @@ def plan_conversion(
     choices = assign(options.overrides, {layer.name: layer.index for layer in experts.layers})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
-        left |= {
-            name
-            for name in plain_layers(experts)
-            if name not in choices or choices[name].schema is None
-        }
+        left |= plain_layers(experts) - choices.keys()
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)

@@ -296,16 +296,13 @@ class ConversionSpec:
             (name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items()
         )
 
-    def kept(self, layer: str) -> list[str]:
-        """Return the GEMMs of one layer that must keep the source's codes and scales."""
-        return [gemm for gemm in GEMMS if self.must_be_direct and (layer, gemm) not in self.renamed]
-
     def encoding_of(self, layer: MoeLayer) -> LayerEncoding:
         """Return the encoding of one layer."""
         schema = self.layer_spec_of(layer.name).schema
-        return encoding_of(
-            layer, schema, self.param_dtype, self.encoding, must_be_direct=self.kept(layer.name)
-        )
+        kept = [
+            gemm for gemm in GEMMS if self.must_be_direct and (layer.name, gemm) not in self.renamed
+        ]
+        return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=kept)
 
     def static_layers(self, experts: ExpertMap) -> list[MoeLayer]:
         """Return the layers whose activation scales are carried into the artifact."""
@@ -338,11 +335,6 @@ class ConversionSpec:
             "overrides": layers | dict.fromkeys(left, LEFT),
             **({"dense": self.dense.to_dict()} if self.dense else {}),
         }
-
-    @property
-    def dense_specs(self) -> list[LayerSpec]:
-        """The distinct specs of linear layers beside the experts."""
-        return [replace(self.layer_spec, schema=schema, inputs=A16) for schema in self.dense.used]
 
     @property
     def kernel_specs(self) -> list[KernelSpec]:

@@ -166,7 +166,7 @@ def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dt
             factor = 2.0 ** (128 - 2 ** (code.exponent_bits - 1))
             magnitude = ((codes % half) << (23 - code.mantissa_bits)).view(torch.float32) * factor
         values = torch.where(codes < half, magnitude, -magnitude)
-    table: np.ndarray[tuple[int], np.dtype[np.float32]] = values.numpy()
+    table = values.numpy()
     table.flags.writeable = False
     return table
 

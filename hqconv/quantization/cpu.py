@@ -186,8 +186,7 @@ def _second(scales: GroupScales, num_rows: int) -> Array:
 
 def _per_row(values: torch.Tensor, num_rows: int) -> Array:
     """Repeat [E, R, G] so that each of `num_rows` rows of all experts has its own."""
-    rows: Array = per_row(values, num_rows).numpy()
-    return rows
+    return per_row(values, num_rows).numpy()
 
 
 def _encode(
@@ -230,8 +229,7 @@ def round_columns(
 
     def rows_of(values: torch.Tensor) -> Array:
         """Return [C, E, N, L] as [C, R, L]."""
-        rows: Array = values.contiguous().view(len(values), total, -1).numpy()
-        return rows
+        return values.contiguous().view(len(values), total, -1).numpy()
 
     scale = rows_of(scales.scale)
     inverse = rows_of(scales.inverse().nan_to_num(0.0, 0.0, 0.0))

@@ -132,11 +132,11 @@ def describe_source(checkpoint: Source) -> Document:
     try:
         experts = checkpoint.map_experts()
     except RequestError as error:
-        return {**document, "convertible": False, "obstacle": error.message()}
+        return {**document, "convertible": False, "obstacle": str(error)}
     try:
         scale_notices = check_matrix_scales(checkpoint, experts.layers)
     except InputError as error:
-        return {**document, "convertible": False, "obstacle": error.message()}
+        return {**document, "convertible": False, "obstacle": str(error)}
     facts = source_facts(checkpoint, experts)
     heads = facts.heads
     return {
@@ -263,7 +263,7 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
     notes = []
     obstacle = _obstacle(out, is_unfinished=unfinished is not None, continues=resume or overwrite)
     if obstacle is not None:
-        notes.append(cannot_use(out, obstacle).message())
+        notes.append(str(cannot_use(out, obstacle)))
     try:
         if overwrite and is_artifact(out) and unfinished is None:
             check_replaceable(out)
@@ -271,7 +271,7 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
         if not resume:
             check_space(out, plan.num_bytes_out + plan.other_bytes)
     except OutputError as error:
-        notes.append(error.message())
+        notes.append(str(error))
     return notes
 
 

@@ -67,9 +67,10 @@ class Activation:
         if numbers is None:
             return named
         known = {field.name for field in fields(cls)} - {"name"}
-        if not isinstance(numbers, dict) or not known.issuperset(numbers):
-            raise ValueError(f"activation_parameters: {numbers!r}")
-        if not all(type(n) in (int, float) and math.isfinite(n) for n in numbers.values()):
+        are_known = isinstance(numbers, dict) and known.issuperset(numbers)
+        if not are_known or not all(
+            type(n) in (int, float) and math.isfinite(n) for n in numbers.values()
+        ):
             raise ValueError(f"activation_parameters: {numbers!r}")
         found = cls(named.name, **{key: float(number) for key, number in numbers.items()})
         if found.label != label:
@@ -159,10 +160,11 @@ def _oai(**more: str) -> Numbers:
 # model_type, or a family's name for all of its model types → the numbers. From transformers' classes of that name, and
 # from vLLM's where those have none: deepseek_v41 (deepseek_v4's layer), exaone_moe, bailing_moe_v3 (bailing_hybrid's
 # configs have its key), gigachat3_5 (of glm5_next's row), step5, kimi_k3, minimax_m3 (its beta) and moondream3.
-NUMBERS: Mapping[str, Numbers] = {
-    "deepseek_v4": _clamp("swiglu_limit", 10.0),
-    **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), _clamp("swiglu_limit", 10.0)),
-    "glm5_next": _clamp("swiglu_limit", 10.0),
+NUMBERS = {
+    **dict.fromkeys(
+        ("deepseek_v4", "deepseek_v41", "deepseek_v41_text", "glm5_next"),
+        _clamp("swiglu_limit", 10.0),
+    ),
     "exaone_moe": _clamp("swiglu_limits"),
     "bailing_hybrid": _clamp("expert_swiglu_limit_list"),
     "bailing_moe_v3": _clamp("expert_swiglu_limit_list"),

@@ -125,7 +125,7 @@ def tp_slices(size: int, grid: Grid, schema: LayerSchema) -> tuple[TpSlice, ...]
     With `even` every rank but the last holds a whole share, as vLLM deals the rows of GPT-OSS.
     """
     tp = grid.tp
-    share = tp_share(size, grid.tp, schema)
+    share = tp_share(size, tp, schema)
     size = stored_size(size, schema)
     ends = [min((rank + 1) * share, size) for rank in range(tp)]
     if grid.split == GROUPS:

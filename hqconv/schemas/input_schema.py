@@ -103,7 +103,7 @@ def _check(schema: InputSchema) -> None:
     need(mode in (None, *modes), "input_quant_mode", f"{', '.join(modes)}, or nothing")
 
 
-INPUT_PRESETS: dict[str, InputSchema] = {
+INPUT_PRESETS = {
     schema.name: schema
     for schema in (
         InputSchema("a16"),
@@ -119,7 +119,7 @@ INPUT_PRESETS: dict[str, InputSchema] = {
 }
 A16 = INPUT_PRESETS["a16"]
 # With the source's calibrated scale of each GEMM's whole input: never chosen by the names above.
-STATIC_PRESETS: dict[str, InputSchema] = {
+STATIC_PRESETS = {
     f"{name}-static": InputSchema(f"{name}-static", a_dtype, input_quant_mode="static_tensor")
     for name, a_dtype in (("fp8", "float8e4m3"), ("int8", "int8"))
 }

@@ -84,7 +84,7 @@ _TABLE = (
     Dtype("I64", 64, "int64"),
     Dtype("U64", 64),
 )
-DTYPES: dict[str, Dtype] = {dtype.code: dtype for dtype in _TABLE}
+DTYPES = {dtype.code: dtype for dtype in _TABLE}
 FLOATS = ("BF16", "F16", "F32")  # of unquantized experts, scales and biases
 
 # Types of Humming that files hold as plain bytes.

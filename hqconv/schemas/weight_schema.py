@@ -89,9 +89,7 @@ class WeightSchema:
         del document["name"]
         return document
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the schema as in a manifest."""
-        return self.humming_fields()
+    to_dict = humming_fields  # as in a manifest
 
     def of(self, _part: str) -> WeightSchema:
         """Return the schema of a GEMM or projection of a layer: see `SchemaPair`."""
@@ -300,7 +298,7 @@ def _preset(
 
 SOURCE = "source"  # `--schema source`: see `hqconv.planning.layer_encoding`
 
-PRESETS: dict[str, WeightSchema] = {
+PRESETS = {
     schema.name: schema
     for schema in (
         _preset("mxfp4", "float4e2m1", size=32, bs_dtype="float8e8m0"),

@@ -22,10 +22,10 @@ from hqconv.io.file_access import Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.moe_layer import MoeLayer, RawExperts, View, stored_shape
-from hqconv.models.source_protocol import SourceFile, SourceReference
+from hqconv.models.moe_layer import MoeLayer, RawExperts, View
+from hqconv.models.source_protocol import SourceFile, SourceReference, read_tensor
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE, text_config
-from hqconv.schemas.tensors import TensorRef, torch_dtype
+from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, unicode_name
 
 if TYPE_CHECKING:
@@ -276,12 +276,7 @@ class SafetensorsSource:
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
         """Read a tensor in its stored dtype to `device` (through pinned memory for CUDA)."""
-        import torch
-
-        host = torch.empty(
-            stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda"
-        )
-        self.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
+        host = read_tensor(self, ref, pin_memory=device.type == "cuda")
         return host if device.type == "cpu" else host.to(device, non_blocking=True)
 
     # --- bytes

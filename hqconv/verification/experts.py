@@ -12,7 +12,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +26,7 @@ from hqconv.artifact.expert_reader import (
     read_packed_expert,
     roles_of,
 )
+from hqconv.artifact.load import entered
 from hqconv.artifact.reader import Artifact, Note
 from hqconv.conversion.encode import LayerEncoder, encode_expert
 from hqconv.errors import HqconvError
@@ -121,7 +122,7 @@ class QuantizedSource:
 
 
 class LayerCheck:
-    """Check of one layer, for any thread. `findings` concern the layer as a whole."""
+    """Check of one layer, for any thread. whole: what concerns the layer as a whole."""
 
     def __init__(
         self,
@@ -136,9 +137,9 @@ class LayerCheck:
         self.original = original
         self.shards = shards
         self.schema = artifact.schema_of(layer.name)
-        self.findings: list[Finding] = []
+        self.whole = ExpertResult()
         is_kernel = artifact.spec.layout == KERNEL and not layer.is_linear
-        self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
+        self.reader = ExpertReader(artifact, layer, self.whole.note) if is_kernel else None
         self.folding = self._folding()
         self.misread = {gemm: misread_code(artifact, layer.name, gemm) for gemm in GEMMS}
 
@@ -155,9 +156,6 @@ class LayerCheck:
             return folding_of(self.artifact, self.layer)
         except (HqconvError, KeyError, OSError):  # noted by the reader
             return None
-
-    def _note(self, where: str, what: str, expected: object, found: object) -> None:
-        self.findings.append(Finding(where, what, str(expected), str(found)))
 
     # --- one expert
 
@@ -376,7 +374,7 @@ class LayerCheck:
         original = self.original
         if (
             self.reader is None
-            or self.findings
+            or self.whole.findings
             or not (original is None or original.source.reads_ahead)
         ):
             return 0
@@ -480,11 +478,6 @@ class Batches:
             raise
         finally:
             self._buffers.give(buffer)
-
-
-def entered(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which kernels are launched on the device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def plan_staging(

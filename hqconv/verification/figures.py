@@ -393,7 +393,7 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
     relative_error: Frobenius norm of w - d over that of w; sqnr_db: 10 log10 of power over error; cosine between
     w and d; the worst expert, and the worst scale group (or row) of all.
     """
-    document: dict[str, Any] = {
+    document = {
         "zero_scale_share": sum(f.num_zero_scales for f in of_role)
         / sum(f.num_scales for f in of_role)
     }

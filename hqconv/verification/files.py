@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -114,7 +114,7 @@ def _expected(
 
 def _check_documents(artifact: Artifact, expected: ExpectedArtifact, result: CheckResult) -> None:
     """Compare the manifest's structure, config.json and the index of the shards."""
-    documents: list[tuple[str, object, object]] = [
+    documents = [
         (MANIFEST, expected.manifest, structure(artifact.manifest)),
         (CONFIG, expected.config, _json_object(artifact, CONFIG, result)),
     ]
@@ -122,11 +122,17 @@ def _check_documents(artifact: Artifact, expected: ExpectedArtifact, result: Che
         index = _json_object(artifact, INDEX, result)
         documents.append((INDEX, expected.index, index))
     for path, planned, found in documents:
-        for key, value, other in differences(planned, found):
-            # of another hqconv: `check_search` says where that matters
-            if key == "quantizer_version":
-                continue
-            result.add(f"{path}: {key}", sentence(key), short_text(value), short_text(other))
+        _add_differences(result, f"{path}: ", differences(planned, found))
+
+
+def _add_differences(
+    result: CheckResult, where: str, found: Iterable[tuple[str, object, object]]
+) -> None:
+    """Add a finding for each key that differs. where: begin of the findings' places."""
+    for key, value, other in found:
+        # of another hqconv: `check_search` says where that matters
+        if key != "quantizer_version":
+            result.add(f"{where}{key}", sentence(key), short_text(value), short_text(other))
 
 
 def check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -> CheckResult:
@@ -135,8 +141,7 @@ def check_beside_experts(artifact: Artifact, source: Source, num_threads: int) -
     expected = _expected(artifact, source, result)
     if expected is not None:
         config = _json_object(artifact, CONFIG, result)
-        for key, value, other in differences(expected.config, config):
-            result.add(f"{CONFIG}: {key}", sentence(key), short_text(value), short_text(other))
+        _add_differences(result, f"{CONFIG}: ", differences(expected.config, config))
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         _compare_copied(artifact, source, source.reference(), pool, result)
     return result
@@ -171,8 +176,7 @@ def _check_headers(artifact: Artifact, expected: ExpectedArtifact, result: Check
                 entry.size_bytes,
             )
         try:
-            for key, value, other in header_differences(artifact, file):
-                result.add(f"{path}, {key}", sentence(key), short_text(value), short_text(other))
+            _add_differences(result, f"{path}, ", header_differences(artifact, file))
         except VerificationError as error:
             result.add(
                 path,
@@ -552,7 +556,7 @@ def _source_bytes(source: Source, ref: TensorRef) -> Iterator[Array]:
 def _compare_other_files(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Compare the files beside the weights, e.g. the tokenizer's; files that were generated are not made again."""
     own = (CONFIG, INDEX, CARD, SUMS)
-    listed: Mapping[str, object] = artifact.manifest.files
+    listed = artifact.manifest.files
     others = {path for path in listed if path not in own and Path(path).suffix != ".safetensors"}
     others -= set(source.sidecar_files.generated)
     theirs = set(source.sidecar_files.names)

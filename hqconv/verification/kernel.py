@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.load import decoded_experts, linear_weights, load_rank, packed_linear
+from hqconv.artifact.load import decoded_experts, entered, linear_weights, load_rank, packed_linear
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
@@ -35,12 +35,11 @@ from hqconv.kernel_layout.fused_moe import (
 )
 from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.layout_decoder.decode import unrotated
-from hqconv.models.families import text_config
 from hqconv.models.linear_layers import LinearGroup
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.artifact_names import CONFIG, GEMMS, input_scale, rank_file
+from hqconv.schemas.artifact_names import CONFIG, GEMMS, text_config
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.input_schema import A16
@@ -102,11 +101,10 @@ def check_kernel(
     known = []
     unknown = []
     for layer in layers:
-        activation = artifact.activation_of(layer)
         if artifact.knows_activation(layer):
             known.append(layer)
         else:
-            unknown.append(f"{layer}: {activation.describe()}")
+            unknown.append(f"{layer}: {artifact.activation_of(layer).describe()}")
     wanted = [of_source[layer] for layer in known if layer in of_source]
     with fetched_layers(source, wanted, cache or CachePolicy()) as fetched:
         for layer in known:
@@ -204,7 +202,7 @@ def source_experts(
     """Yield the source's experts in order, as `Source.read_expert` returns them."""
 
     def read(expert: int) -> dict[str, SourceMatrix]:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with entered(device):
             return source.read_expert(layer, expert, layer.roles, device)
 
     return pipeline(
@@ -243,11 +241,7 @@ def _compare_kernel(
     slices = tp_slices(entry.intermediate_size, artifact.grid, schema)
     stored = (slices[-1].end,)  # the kernel's columns, with zeros that fill the last scale group
     tuned_for_m = _tuned_for_m(artifact, layer, counts)
-    compile_kernels(
-        [config for pair in gemm_configs(artifact, layer) for config in pair.values()],
-        tuned_for_m,
-        device,
-    )
+    compile_kernels(gemm_configs(artifact, layer), tuned_for_m, device)
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, layer, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
@@ -272,15 +266,16 @@ def _compare_kernel(
     return [worst(tally) for tally in tallies]
 
 
-def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
+def gemm_configs(artifact: Artifact, layer: str) -> list[Any]:
     """LayerConfigs of both GEMMs from one rank for each number of local experts, which is compiled into the kernel."""
     num_experts = artifact.layers[layer].num_experts
     of_count = {
         len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)
     }
     return [
-        {gemm: layer_config(artifact.rank_file(layer, *rank).configs[gemm]) for gemm in GEMMS}
+        layer_config(artifact.rank_file(layer, *rank).configs[gemm])
         for rank in of_count.values()
+        for gemm in GEMMS
     ]
 
 
@@ -300,9 +295,7 @@ def warm_kernels(
             if kind not in seen and artifact.knows_activation(layer):
                 seen.add(kind)
                 with torch.cuda.device(device):
-                    both = [
-                        config for pair in gemm_configs(artifact, layer) for config in pair.values()
-                    ]
+                    both = gemm_configs(artifact, layer)
                 compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
 
 
@@ -332,8 +325,7 @@ def other_layout(artifact: Artifact) -> str:
 
 
 def _tuned_for_m(artifact: Artifact, layer: str, tokens: Sequence[int]) -> int:
-    top_k: int = artifact.layers[layer].top_k
-    return math.ceil(max(tokens) * top_k / artifact.grid.ep)
+    return math.ceil(max(tokens) * artifact.layers[layer].top_k / artifact.grid.ep)
 
 
 def _compare_source(
@@ -395,7 +387,7 @@ def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.de
     generator = torch.Generator().manual_seed(zlib.crc32(f"{layer}/{num_tokens}".encode()))
     x = torch.randn(num_tokens, entry.hidden_size, generator=generator)
     x = x.to(torch_dtype_of(artifact.param_dtype))
-    config = _config(artifact)
+    config = text_config(read_json(artifact.root / CONFIG))
     router, bias = _router(artifact, layer)
     if router is None or router.shape != (entry.num_experts, entry.hidden_size):
         logits = torch.randn(num_tokens, entry.num_experts, generator=generator)
@@ -408,11 +400,6 @@ def make_batch(artifact: Artifact, layer: str, num_tokens: int, device: torch.de
     routing = cover_all_experts(routing, entry.num_experts)
     moved = Routing(routing.ids.to(device), routing.weights.float().to(device))
     return TokenBatch(x.to(device), moved, routed_by)
-
-
-def _config(artifact: Artifact) -> dict[str, Any]:
-    document = read_json(artifact.root / CONFIG)
-    return dict(text_config(document))
 
 
 def _router(artifact: Artifact, layer: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -480,12 +467,17 @@ class LayerInputs:
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
+        static = {
+            gemm: torch.tensor([artifact.read_input_scale(layer, gemm, 0, 0)], device=device)
+            for gemm, one in roundings.items()
+            if one.is_static
+        }
         schema = artifact.schema_of(layer)
         slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid, schema)
         return cls(
             roundings,
             {gemm: schema.of(gemm).rotation for gemm in GEMMS},
-            _static_scales(artifact, layer, roundings, device),
+            static,
             tuple((begin, end) for _, begin, end, _ in slices),
             torch_dtype_of(artifact.param_dtype),
         )
@@ -514,15 +506,3 @@ class LayerInputs:
         rotated = unrotated(values, self.rotations[gemm])
         rounded = self.roundings[gemm](rotated, self.static.get(gemm))
         return unrotated(rounded, self.rotations[gemm])
-
-
-def _static_scales(
-    artifact: Artifact, layer: str, roundings: dict[str, Rounding], device: torch.device
-) -> dict[str, torch.Tensor]:
-    static = [gemm for gemm, one in roundings.items() if one.is_static]
-    if not static:
-        return {}
-    path = artifact.fetched(rank_file(layer, 0, 0))
-    inputs = artifact.layer_spec_of(layer).inputs
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        return {gemm: file.get_tensor(input_scale(layer, gemm, inputs)) for gemm in static}

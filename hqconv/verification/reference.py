@@ -164,7 +164,6 @@ def moe_forwards(
 _TINY = 1e-30  # the least scale before it is rounded
 # Floats: bits of the mantissa, the exponent of the smallest normal number, the largest number.
 _FLOATS = {"float8e4m3": (3, -6, 448.0), "float8e5m2": (2, -14, 57344.0), "float4e2m1": (1, 0, 6.0)}
-_SCALES = {"float8e4m3": (3, -6, 448.0)}
 _INTEGERS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 KNOWN = (*_FLOATS, *_INTEGERS)
 
@@ -278,7 +277,7 @@ def scale_above(scale: torch.Tensor, dtype: str) -> torch.Tensor:
         fraction, exponent = torch.frexp(exact)
         exponent = exponent - (fraction == 0.5).int()
         return _power(exponent.clamp(-127, 127)).float()
-    mantissa, least, largest = _SCALES[dtype]
+    mantissa, least, largest = _FLOATS[dtype]
     step = _steps(exact, mantissa, least)
     return ((exact / step).ceil() * step).clamp_max(largest).float()
 

@@ -134,7 +134,7 @@ def verify(
         with ThreadPoolExecutor(1, "hqconv-prepare") as pool:
             # Kernels are compiled during the first checks.
             kernels = _begin_kernels(artifact, options, layers, pool) if "kernel" in asked else None
-            runs: dict[str, Callable[[], CheckResult]] = {
+            runs = {
                 "files": lambda: check_files(
                     artifact, source, options.num_threads, _meter("files", artifact, options)
                 ),
@@ -310,18 +310,15 @@ def _chosen_layers(artifact: Artifact, indices: Collection[int] | None) -> list[
     return [name for index in sorted(indices) for name in of_layer[index]]
 
 
-def _weights_device(wanted: torch.device | None) -> torch.device | None:
-    """GPU to decode and quantize on, of any architecture; None for the CPU's own loops."""
-    if wanted is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return wanted if wanted is not None and wanted.type == "cuda" else None
-
-
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
-    """Run the `weights` check."""
+    """Run the `weights` check: on a GPU of any architecture, or by the CPU's own loops."""
     limits = (options.layers, options.num_threads, options.max_memory_bytes)
     meter = _meter("weights", artifact, options)
-    device = _weights_device(options.device)
+    device = options.device
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is not None and device.type != "cuda":
+        device = None
     return check_weights(artifact, source, *limits, device, meter, options.cache)
 
 

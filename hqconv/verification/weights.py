@@ -26,7 +26,6 @@ from hqconv.planning.plan import with_dense
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.tensors import torch_dtype
-from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.verification.experts import (
     Batches,
     ExpertResult,
@@ -253,7 +252,7 @@ def _source_layers(
     check_search(artifact, result)
     try:
         experts = source.map_experts()
-        layers: dict[str, MoeLayer] = {layer.name: layer for layer in experts.layers}
+        layers = {layer.name: layer for layer in experts.layers}
         linear = with_dense(experts, source.tensors, artifact.spec).linear
     except HqconvError as error:
         result.add(
@@ -305,7 +304,7 @@ def _layer_check(
             values = [f"{size} {getattr(described, size)}" for size in sizes if described]
             texts.append(", ".join(values) or "no such layer")
         what = "The source has no such layer."
-        check.findings.insert(0, Finding(f"layer {layer.name}", what, *texts))
+        check.whole.findings.insert(0, Finding(f"layer {layer.name}", what, *texts))
         return check
     options = artifact.spec.encoding
     schema = artifact.schema_of(layer.name)
@@ -318,7 +317,7 @@ def _layer_check(
 
 def _working_bytes(artifact: Artifact, layer: MoeLayer) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
-    schema: LayerSchema = artifact.schema_of(layer.name)
+    schema = artifact.schema_of(layer.name)
     numbers = stored_size(layer.intermediate_size, schema) * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source_bytes = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
@@ -344,7 +343,7 @@ def _working_bytes(artifact: Artifact, layer: MoeLayer) -> int:
 def _conclude(check: LayerCheck, outcomes: Sequence[ExpertResult], result: CheckResult) -> None:
     """Combine the outcomes of a layer's experts into the result. InputError if the source is bad."""
     original = check.original
-    findings = [*check.findings]
+    findings = [*check.whole.findings]
     for outcome in outcomes:
         findings += outcome.findings
     for finding in findings:

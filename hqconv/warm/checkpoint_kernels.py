@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +76,7 @@ def warm_checkpoint(
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".humming/cache").absolute()
     with output_errors(folder, f"Set {CACHE_VARIABLE} to a folder of this user's own."):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job = {"model": model, **server, "jobs": jobs, "gpu": gpu.to_dict()}
+    job = {"model": model, **server, "jobs": jobs, "gpu": asdict(gpu)}
     environment = {
         "CUDA_VISIBLE_DEVICES": "",
         CACHE_VARIABLE: str(folder),
@@ -112,7 +112,7 @@ def warm_checkpoint(
     return {
         "kind": "warm_checkpoint",
         "folder": str(folder),
-        "gpu": gpu.to_dict(),
+        "gpu": job["gpu"],
         "seconds": time.monotonic() - started,
         "num_kernels": len(document["kernels"]),
         **document,
@@ -251,7 +251,7 @@ def _model_of_rank(job: Mapping[str, Any], rank: int, gpu: Gpu) -> Iterator[torc
 
 def _layers_of_humming(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield one layer of each kind that Humming serves, with its name."""
-    kinds: set[str] = set()
+    kinds = set()
     for name, layer in model.named_modules():
         methods = (getattr(layer, "quant_method", None), getattr(layer, "scheme", None))
         if any(map(_is_served, methods)) and (kind := _kind(layer)) not in kinds:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from hqconv.kernel_layout.kernel_sources import (
     toolkit,
     tuning_table,
 )
-from hqconv.kernel_layout.transform import linear_values, prepare_linear
+from hqconv.kernel_layout.transform import packed_values, prepare_linear
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.engine import ENGINE, attention_heads
@@ -184,7 +184,10 @@ def _warm(
             f"Compiling {len(missing)} of {plural(len(sources), 'kernel')} for {gpu.name} with {compiler['compiler']}."
         )
         _compile(missing, entries, folder, jobs)
-        tables = tuning_tables(manifest) | _tables(artifact, settings, gpu)
+        tables = dict(tuning_tables(manifest))
+        for gemm in _gemms(artifact):
+            config, table = tuning_table(gemm.config, settings)
+            tables[tuning_key(config, settings.to_dict(), gpu)] = table
     manifest = {
         "format_version": FORMAT_VERSION,
         **compiler,
@@ -199,7 +202,7 @@ def _warm(
     write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
         "not_signed_because": not_signed_because,
-        "gpu": gpu.to_dict(),
+        "gpu": asdict(gpu),
         "compiler": compiler["compiler"],
         "num_kernels": len(sources),
         "num_compiled": len(missing),
@@ -222,7 +225,7 @@ class _RankGemm:
 
 def _gemms(artifact: Artifact) -> Iterator[_RankGemm]:
     """Yield the distinct GEMMs of all layers and ranks."""
-    seen: set[str] = set()
+    seen = set()
     for name, layer in artifact.layers.items():
         schema = artifact.schema_of(name)
         activation = artifact.activation_of(name)
@@ -239,10 +242,10 @@ def artifact_kernels(
     artifact: Artifact, settings: ComputeSettings
 ) -> tuple[dict[str, KernelSource], list[str]]:
     """Return the kernels of all layers and ranks by name, and activations whose kernels are not known here."""
-    found: dict[str, KernelSource] = {}
-    unknown: set[str] = set()
+    kernels = []
+    unknown = set()
     for gemm in _gemms(artifact):
-        kernels = gemm_kernels(gemm.config, settings)
+        kernels += gemm_kernels(gemm.config, settings)
         activation = None
         if gemm.gemm == "w2":
             activation = kernel_activation(gemm.activation, gemm.gated)
@@ -250,13 +253,11 @@ def artifact_kernels(
             unknown.add(gemm.activation.describe())
         else:
             kernels += input_kernels(gemm.config, settings, activation, gemm.top_k, gemm.rotation)
-        found |= {kernel.name: kernel for kernel in kernels}
     dense = replace(settings, gemm_type=DENSE, prequantized=None)
     for packed, schema in _linear_layers(artifact):
         config, _ = prepare_linear(packed, schema, artifact.param_dtype)
-        kernels = gemm_kernels(json.loads(config.to_str()), dense)
-        found |= {kernel.name: kernel for kernel in kernels}
-    return found, sorted(unknown)
+        kernels += gemm_kernels(json.loads(config.to_str()), dense)
+    return {kernel.name: kernel for kernel in kernels}, sorted(unknown)
 
 
 def _linear_layers(artifact: Artifact) -> Iterator[tuple[dict[str, torch.Tensor], WeightSchema]]:
@@ -269,16 +270,7 @@ def _linear_layers(artifact: Artifact) -> Iterator[tuple[dict[str, torch.Tensor]
         shape = artifact.linear_group(name).rank_shape(tp, num_kv_heads)
         kinds.add((*shape, artifact.schema_of(name).of("w13")))
     for rows, columns, schema in sorted(kinds, key=repr):
-        yield linear_values(rows, columns, schema, artifact.param_dtype), schema
-
-
-def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu) -> dict[str, Any]:
-    """Return the tuning of every GEMM."""
-    found = {}
-    for gemm in _gemms(artifact):
-        config, table = tuning_table(gemm.config, settings)
-        found[tuning_key(config, settings.to_dict(), gpu)] = table
-    return found
+        yield packed_values(rows, columns, schema, artifact.param_dtype), schema
 
 
 def _own_manifest(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from hqconv.errors import RequestError, close_to
 from hqconv.kernel_layout.kernel_sources import current_device
@@ -62,10 +61,6 @@ class Gpu:
     memory_bus_width: int
     l2_cache_size: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
     def facts(self) -> SimpleNamespace:
         """Attributes of Humming's `DeviceInfo` of that GPU, computed as in its `csrc/device_info.cpp`."""
         operations, threads, smem, l1_kib = _ARCHITECTURES[self.sm_version]
@@ -73,7 +68,7 @@ class Gpu:
         slow = 2 if self.sm_version in _HALF_RATE_FLOATS else 1
         major, minor = divmod(self.sm_version, 10)
         return SimpleNamespace(
-            **self.to_dict(),
+            **asdict(self),
             index=0,
             is_ppu=False,
             sm_major=major,
@@ -168,7 +163,7 @@ def _read_gpu(path: Path, expected: str) -> Gpu:
             found=f"{path} ({type(error).__name__}: {error})",
             remedy=f"{close_to(str(path).lower(), KNOWN)} {_OWN_FACTS}".strip(),
         ) from error
-    numbers = [value for name, value in gpu.to_dict().items() if name != "name"]
+    numbers = [value for name, value in asdict(gpu).items() if name != "name"]
     are_positive = all(type(value) is int and value > 0 for value in numbers)
     if not are_positive or gpu.sm_version not in _ARCHITECTURES:
         raise RequestError(
@@ -181,4 +176,4 @@ def _read_gpu(path: Path, expected: str) -> Gpu:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts_here().to_dict(), indent=2))
+    print(json.dumps(asdict(facts_here()), indent=2))

@@ -31,7 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hqconv.kernel_layout.kernel_sources import AGREE, identity, kernel_compiler, kernel_name
+from hqconv.kernel_layout.kernel_sources import AGREE, KernelSource, identity, kernel_compiler
 from hqconv.schemas.untrusted_files import parse_json, read_regular
 
 VARIABLE = "HQCONV_WARM_KERNELS"
@@ -67,13 +67,9 @@ class AbsentError(UnusableError):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(KernelSource):
     """One compiled kernel of a folder, all its bytes checked."""
 
-    code: str
-    expression: str
-    architecture: str
-    without_fast_math: bool
     cubin: bytes
 
 
@@ -268,14 +264,12 @@ def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
             str(entry["expression"]),
             str(entry["architecture"]),
             bool(entry["without_fast_math"]),
+            _leave,
             cubin,
         )
     except (ValueError, KeyError) as error:
         raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
-    own_name = kernel_name(
-        kernel.code, kernel.expression, kernel.architecture, kernel.without_fast_math
-    )
-    if own_name != name:
+    if kernel.name != name:
         raise UnusableError(f"{folder / name}.cu is not the source that the manifest lists.")
     return kernel
 
@@ -324,7 +318,7 @@ def _install(kernel: Kernel, compiler: Any, flags: Mapping[tuple[str, bool], lis
         kernel.architecture,
         kernel.expression,
         disable_fast_math=kernel.without_fast_math,
-        postprocess_cubin=_leave,
+        postprocess_cubin=kernel.patch,
     )
 
 

@@ -151,7 +151,7 @@ def test_what_is_no_model_gets_its_own_words(model: Path, tmp_path: Path) -> Non
     }.items():
         with pytest.raises(HqconvError) as error:
             open_source(path)
-        assert text in error.value.message()
+        assert text in str(error.value)
         assert error.value.exit_code in (2, 3)
 
 

@@ -75,7 +75,7 @@ def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_p
 def test_a_rank_without_any_rows_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
         conversions.run(source, tmp_path / "out", "mxfp4", Grid(4))
-    assert "TP sizes that work: 1, 2, 3, 5" in error.value.message()
+    assert "TP sizes that work: 1, 2, 3, 5" in str(error.value)
 
 
 def test_gpt_oss_of_2880_columns_on_4_and_8_ranks() -> None:

@@ -243,7 +243,7 @@ def refused(src: Path, kind: type[HqconvError], where: str) -> HqconvError:
     """The error of a source that cannot be opened or mapped; `where` is a pattern."""
     with pytest.raises(kind) as caught, open_source(src) as source:
         source.map_experts()
-    assert re.search(where, caught.value.where), caught.value.message()
+    assert re.search(where, caught.value.where), str(caught.value)
     return caught.value
 
 

@@ -65,7 +65,7 @@ def test_without_a_schema_a_missing_option_is_named(tmp_path: Path) -> None:
 def test_where_no_block_is_small_enough_the_tp_sizes_are_listed(fp8: Path) -> None:
     with pytest.raises(RequestError) as error:
         schema_of(fp8, 12)  # 32 rows a rank, and the kernel loads scales of 64 rows or more
-    assert "no kernel loads scales cut like this" in error.value.message()
+    assert "no kernel loads scales cut like this" in str(error.value)
     assert error.value.remedy.endswith("TP sizes that work: 1, 2, 3, 6.")
     with pytest.raises(RequestError, match="384 columns are not 5 equal slices"):
         schema_of(fp8, 5)

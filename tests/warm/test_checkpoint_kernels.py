@@ -34,7 +34,7 @@ CONVERTING = {"weight_repack_nk", "unpack_weight_kernel", "process_mxfp4_w4a8"}
 def asked(model: Path, tp: int = 1, ep: int = 1, **server: str) -> dict[str, Any]:
     """What the program says that vLLM asks for; nothing is compiled."""
     named = {"quantization": None, "moe_backend": None, **server}
-    job = {"model": str(model), "tp": tp, "ep": ep, **named, "jobs": 0, "gpu": GPU.to_dict()}
+    job = {"model": str(model), "tp": tp, "ep": ep, **named, "jobs": 0, "gpu": vars(GPU)}
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "hqconv.warm.checkpoint_kernels", json.dumps(job)]
     done = subprocess.run(

@@ -177,7 +177,7 @@ def test_refusals(
     os.mkfifo("pipe")
     Path("deep").write_text("[" * 100_000)
     for name, value in (("sm_count", "many"), ("sm_version", 120)):
-        facts = {**KNOWN["h200"].to_dict(), name: value}
+        facts = {**vars(KNOWN["h200"]), name: value}
         Path(f"{name}={value}").write_text(json.dumps(facts))
     options, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
@@ -206,7 +206,7 @@ def test_an_artifact_has_its_own_ranks(options: dict[str, Any], artifact: Path) 
 
 def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     facts = tmp_path / "gpu.json"
-    facts.write_text(json.dumps(KNOWN["h100"].to_dict()))
+    facts.write_text(json.dumps(vars(KNOWN["h100"])))
     folder = tmp_path / "kernels"
     command = ["warm", str(artifact), "--gpu", str(facts), "--kernels", str(folder), "--jobs", "2"]
     done = CliRunner().invoke(app, command)
