@@ -131,18 +131,6 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path / "out") == snapshot(made)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)],
-)
-def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
-    """They would be written into the manifest as they are."""
-    known = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
-    with pytest.raises(RequestError) as caught:
-        WeightSchema(**{**known, field: value})
-    assert caught.value.where == field
-
-
 RECIPE = """
 schema = "int4-g64"
 target = "sm90"

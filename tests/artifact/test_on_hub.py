@@ -98,18 +98,6 @@ def test_it_is_converted_as_the_folder_is(
     assert not {name for name in cached(cache) if name.endswith(".safetensors")}
 
 
-def test_a_checkpoint_layout_is_a_source_too(server: LocalHub, out: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    conversions.run(out, flat, "source", layout="checkpoint")
-    server.folder = flat
-    conversions.run(NAME, tmp_path / "again", "source", Grid(tp=2))  # type: ignore[arg-type]
-    conversions.run(flat, tmp_path / "of-folder", "source", Grid(tp=2))
-    again, of_folder = snapshot(tmp_path / "again"), snapshot(tmp_path / "of-folder")
-    for name in NAMING:
-        assert again.pop(name) != of_folder.pop(name)
-    assert again == of_folder
-
-
 # --- what is wrong with it ---------------------------------------------------------------------------------
 
 

@@ -77,14 +77,6 @@ def test_a_changed_source_replaces_the_artifact(src: Path, tmp_path: Path, name:
     assert renew(src, out).was_finished
 
 
-def test_another_request_replaces_the_artifact(src: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    renew(src, out)
-    report = renew(src, out, "int8")
-    assert "schema" in report.replaced_because
-    assert snapshot(out) == fresh(src, tmp_path / "fresh", "int8")
-
-
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_a_damaged_artifact_is_made_anew(src: Path, tmp_path: Path, is_missing: bool) -> None:
     out = tmp_path / "out"

@@ -23,11 +23,10 @@ from hqconv.gguf.model import Metadata, architecture_of
 from hqconv.gguf.source import GgufSource, open_gguf
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.grid import Grid
 from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.conversions import assert_verified, run
 from tests.make.gguf_models import decodable, recorded_types, refused
-from tests.make.qwen import read_tree, write_qwen3_moe
+from tests.make.qwen import write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
 
@@ -38,7 +37,6 @@ E, H, I = 4, 256, 512  # noqa: E741
 CPU = torch.device("cpu")
 SHAPES = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
 ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
-WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 Stack = tuple[np.ndarray[Any, Any], Any]  # bytes (or floats) [E, out, …], and their type
 
 
@@ -273,52 +271,6 @@ def test_mtp_layers_count_on(tmp_path: Path, tensors: dict[str, Stack]) -> None:
 
 
 # --- conversion --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def converted(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stack]
-) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("gguf")
-    source, out = without_experts(folder / "model"), folder / "out"
-    write_gguf(source / "model.gguf", tensors)
-    report = run(source, out, "int4", Grid(2))
-    assert report.to_dict()["conversion"] == {"requantized": 2}
-    return source, out
-
-
-def test_the_artifact_is_that_of_the_decoded_floats(
-    converted: tuple[Path, Path], tmp_path: Path, tensors: dict[str, Stack]
-) -> None:
-    """The same model with float32 experts in safetensors gives the same rank files."""
-    source, out = converted
-    plain = tmp_path / "plain"
-    shutil.copytree(source, plain)
-    (plain / "model.gguf").unlink()
-    weights = load_file(plain / "model.safetensors")
-    for layer in range(2):
-        for word, name in WORDS.items():
-            decoded = floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])
-            for expert in range(E):
-                full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-                weights[full] = torch.from_numpy(decoded[expert].copy())
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    run(plain, tmp_path / "out", "int4", Grid(2))
-    assert read_tree(out / "experts") == read_tree(tmp_path / "out" / "experts")
-
-
-def test_every_tensor_is_counted_once(
-    converted: tuple[Path, Path], tensors: dict[str, Stack]
-) -> None:
-    source, out = converted
-    words = json.loads((out / "hqconv.json").read_bytes())["tensors"]
-    kept = load_file(source / "model.safetensors")
-    assert sorted(words["copied"]) == sorted(kept)
-    stacks = {f"model.gguf:{name}" for name in tensors if "_exps" in name}
-    assert set(words["converted"]) == stacks
-    dropped = {f"model.gguf:{name}" for name in others()}
-    assert words["dropped"] == dict.fromkeys(dropped, "the safetensors' tensor is used")
-    assert not (out / "model.gguf").exists()
 
 
 def test_inspect_loads_nothing_heavy(model: Path) -> None:

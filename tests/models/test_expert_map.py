@@ -18,7 +18,7 @@ from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, UNSUPPORTED, Family
-from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
+from hqconv.models.moe_layer import MoeLayer, View
 from hqconv.models.tensor_names import decoder_layer
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.tensors import TensorRef, num_bits
@@ -835,15 +835,6 @@ def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
     with pytest.raises(InputError, match="declares a quantized module") as caught:
         map_experts(tensors, config, quark)
     assert caught.value.where == f"{LAYER}.0.gate_up_proj.weight"
-
-
-def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
-    tensors, _ = quarks_gpt_oss()
-    ref = tensors[f"{LAYER}.2.gate_up_proj.weight"]
-    source = TensorSlice("{expert}", ref.dtype, ref.shape, View(False, 1, 2))
-    half = ref.num_bytes // 2
-    expected = ref._replace(shape=(INTER, H), offset_bytes=ref.offset_bytes + half, num_bytes=half)
-    assert source.ref(ref, 2, E) == expected
 
 
 def awq_experts(*plain: str) -> Tensors:
