@@ -216,16 +216,3 @@ def test_a_folder_has_no_revisions(model: Path, made: Path) -> None:
             hqconv.inspect(folder, revision="main")
         with pytest.raises(RequestError, match="no revisions"):
             hqconv.convert(folder, **OPTIONS_OF, revision="main")
-
-
-def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "hqconv.json").write_text("{}")
-    report = hqconv.verify(tmp_path)
-    assert not report.passed
-    assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
-    (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
-    assert not hqconv.verify(tmp_path).passed
-
-
-def test_dir_lists_the_functions() -> None:
-    assert {"convert", "verify", "plan"} <= {*dir(hqconv)}

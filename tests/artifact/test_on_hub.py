@@ -13,6 +13,7 @@ import hqconv
 from hqconv.errors import InputError, NetworkError, RequestError
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
+from tests.make.damage import flip
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -103,12 +104,6 @@ def test_it_is_converted_as_the_folder_is(
 
 def rank_file(server: LocalHub) -> Path:
     return server.folder / "experts/tp0-ep0/model.layers.1.mlp.experts.safetensors"
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def test_another_size_or_digest_is_refused_before_anything_is_fetched(

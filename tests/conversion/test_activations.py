@@ -12,7 +12,6 @@ import torch
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
-from hqconv.kernel_layout.fused_moe import Gemm, layer_config
 from hqconv.schemas.activation import Activation
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
@@ -97,30 +96,14 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
 
     activation: what the kernel is given by mistake.
     """
-    standin.use(monkeypatch)
-    weights = {
-        "w13": torch.randn(small.E, 2 * small.INNER, small.HIDDEN) / 6,
-        "w2": torch.randn(small.E, small.HIDDEN, small.INNER) / 16,
-    }
     experts = [
-        {"w1": w13[: small.INNER], "w3": w13[small.INNER :], "w2": w2}
-        for w13, w2 in zip(weights["w13"], weights["w2"], strict=True)
-    ]
-
-    def load(
-        artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object
-    ) -> dict[str, Gemm]:
-        return {
-            gemm: Gemm(
-                layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]),
-                {"weight": stored},
-            )
-            for gemm, stored in weights.items()
+        {
+            "w1": torch.randn(small.INNER, small.HIDDEN) / 6,
+            "w3": torch.randn(small.INNER, small.HIDDEN) / 6,
+            "w2": torch.randn(small.HIDDEN, small.INNER) / 16,
         }
-
-    monkeypatch.setattr(module, "_load_rank", load)
-    monkeypatch.setattr(module, "decoded_experts", lambda *_: (expert for expert in experts))
-    monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
+        for _ in range(small.E)
+    ]
     if activation:
         real, other = module.fused_moe, Activation.of_label(activation)
         monkeypatch.setattr(
@@ -129,7 +112,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
             lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest),
         )
     with Artifact(out) as artifact:
-        return module.check_kernel(artifact, None, list(artifact.layers), [24], torch.device("cpu"))
+        return standin.check_kernel(artifact, monkeypatch, experts, list(artifact.layers))
 
 
 @pytest.mark.parametrize("case", CASES)

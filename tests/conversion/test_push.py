@@ -49,19 +49,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         yield server
 
 
-def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, bytes]:
+def there(hub: UploadHub, number: int = -1) -> dict[str, bytes]:
     return {
         name: stored.data
-        for name, stored in hub.commits[branch][number].items()
+        for name, stored in hub.commits["main"][number].items()
         if name != ".gitattributes"
     }
 
 
-def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
+def assert_only_whole(hub: UploadHub, *artifacts: Path) -> None:
     """Every commit holds one of these artifacts, complete and alone; the first commit of a repo is empty."""
     whole = [read_tree(artifact) for artifact in artifacts]
-    for number in range(len(hub.commits[branch])):
-        found = there(hub, number, branch)
+    for number in range(len(hub.commits["main"])):
+        found = there(hub, number)
         assert found in whole or (number == 0 and not found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.conversions import assert_verified, run
 from tests.make.gguf_models import decodable, recorded_types, refused
-from tests.make.qwen import write_qwen3_moe
+from tests.make.qwen import set_config, write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
 
@@ -76,9 +75,9 @@ def write_gguf(path: Path, tensors: Mapping[str, Stack], alignment: int = 32) ->
     writer.close()
 
 
-def layer_of(layer: int, kinds: Mapping[str, Kind], seed: int = 0) -> dict[str, Stack]:
+def layer_of(layer: int, kinds: Mapping[str, Kind]) -> dict[str, Stack]:
     return {
-        f"blk.{layer}.ffn_{word}_exps.weight": stack(kind, SHAPES[word], seed + 10 * layer + index)
+        f"blk.{layer}.ffn_{word}_exps.weight": stack(kind, SHAPES[word], 10 * layer + index)
         for index, (word, kind) in enumerate(kinds.items())
     }
 
@@ -108,8 +107,7 @@ def others() -> dict[str, Stack]:
 def one_layer(folder: Path, stacks: Mapping[str, Stack], **config: Any) -> Path:
     """A model of one layer whose experts are in m.gguf; config: other values of its config.json."""
     without_experts(folder, num_layers=1)
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, **config}))
+    set_config(folder, **config)
     write_gguf(folder / "m.gguf", stacks)
     return folder
 
@@ -317,8 +315,7 @@ def test_no_experts_at_all(model: Path) -> None:
 
 
 def test_experts_of_another_number_than_the_config_says(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_experts": E + 4}))
+    set_config(model, num_experts=E + 4)
     assert "num_experts" in refused(model, InputError, r"blk\.0\.ffn_.*_exps\.weight").expected
 
 
@@ -385,8 +382,7 @@ def test_two_quantizations_in_one_folder(model: Path) -> None:
 
 
 def test_an_unknown_model(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "new_moe"}))
+    set_config(model, model_type="new_moe")
     refused(model, RequestError, "model_type")
 
 
