@@ -1,9 +1,7 @@
-"""Measure conversions, verifications, loads and starts, of this checkout alone or in turn with another one.
+"""Measure conversions, verifications and loads, of this checkout alone or in turn with another one.
 
     python scripts/bench.py convert|verify|load [--sizes 2,8] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--runs 3]
                             [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER]
-                            [--set quantizer=mse] [--set tp=2]
-    python scripts/bench.py start [--against OTHER_CHECKOUT] [--runs 5]
 
 The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the
 page cache. Each run is a process of its own; after one uncounted round the checkouts take turns. One
@@ -13,8 +11,7 @@ least), GB/s of the source's bytes, and memory. With `--against`, `ratio` is the
 seconds by this checkout's: more than 1 is faster here; `differing` names weight files of the two artifacts that are not
 equal.
 
-`load` fills tensors on the device from all rank files, as vLLM's plugin does. `start` measures commands that do little.
-`--set` passes an option to `hqconv.convert`.
+`load` fills tensors on the device from all rank files, as vLLM's plugin does.
 """
 
 from __future__ import annotations
@@ -30,21 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
-_CONVERT = "convert SOURCE -o OUT --schema mxfp4 --target sm90"
-STARTS = {
-    "help": "--help",
-    "schemas": "schemas",
-    "inspect": "inspect SOURCE",
-    "dry-run": f"{_CONVERT} --dry-run",
-    "convert": f"{_CONVERT} --overwrite",
-}
 Found = dict[str, Any]
 
 
@@ -118,8 +107,9 @@ def child(job: Found) -> None:
     print(json.dumps(found))
 
 
-def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
-    """Wall time of a process that uses a checkout, and what it printed."""
+def measure(what: str, checkout: Path, source: Path, out: Path, options: Found) -> Found:
+    """One run from outside: a process that uses a checkout."""
+    job = {"what": what, "source": str(source), "out": str(out), "options": options}
     found = os.environ.get("PYTHONPATH", "")
     environment = {
         **os.environ,
@@ -127,7 +117,7 @@ def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
     }
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(job)],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -136,31 +126,16 @@ def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
     )
     seconds = time.monotonic() - begun
     if done.returncode:
-        raise SystemExit(f"failed in {checkout}: {command}")
-    return seconds, done.stdout
+        raise SystemExit(f"failed in {checkout}: {job}")
+    return {"whole_s": seconds, **json.loads(done.stdout.splitlines()[-1])}
 
 
 # --- rounds ------------------------------------------------------------------------------------------------
 
 
-def measure(what: str, checkout: Path, source: Path, out: Path, options: Found) -> Found:
-    """One run from outside."""
-    job = {"what": what, "source": str(source), "out": str(out), "options": options}
-    whole_s, text = timed_process(
-        checkout, [str(Path(__file__).resolve()), "--child", json.dumps(job)]
-    )
-    return {"whole_s": whole_s, **json.loads(text.splitlines()[-1])}
-
-
 def case(what: str, source: Path, schema: str, device: str, args: argparse.Namespace) -> Found:
     """All that is said of one source, schema and device."""
-    options = {
-        "schema": schema,
-        "target": "sm90",
-        "device": device,
-        "threads": args.threads,
-        **args.set,
-    }
+    options = {"schema": schema, "target": "sm90", "device": device, "threads": args.threads}
     outs = {name: args.work / f"out-{name}" for name in args.checkouts}
     for name, out in outs.items():
         shutil.rmtree(out, ignore_errors=True)
@@ -236,28 +211,6 @@ def differing(one: Path, other: Path) -> list[str]:
     return sorted({name for name, _ in first ^ second})
 
 
-def starts(args: argparse.Namespace) -> Iterator[Found]:
-    """Wall times of commands that do little."""
-    source = make_source(args.work / "start", layers=2, experts=4, hidden=256, intermediate=256)
-    for name, words in STARTS.items():
-        runs: dict[str, list[Found]] = {label: [] for label in args.checkouts}
-        for number, (label, checkout) in itertools.product(
-            range(args.runs + 1), args.checkouts.items()
-        ):
-            places = {"SOURCE": str(source), "OUT": str(args.work / f"start-{label}")}
-            whole_s, _ = timed_process(
-                checkout, ["-m", "hqconv", *(places.get(word, word) for word in words.split())]
-            )
-            if number:
-                runs[label].append({"whole_s": whole_s})
-        report: Found = {"what": f"start: {name}"}
-        report |= {
-            label: round(statistics.median(r["whole_s"] for r in found), 3)
-            for label, found in runs.items()
-        }
-        yield report | ({"ratio": ratio(runs, "whole_s")} if args.against else {})
-
-
 # --- sources -----------------------------------------------------------------------------------------------
 
 
@@ -308,12 +261,6 @@ def fill_cache(folder: Path) -> None:
     subprocess.check_call(["cat", *weight_files(folder)], stdout=subprocess.DEVNULL)
 
 
-def option(text: str) -> tuple[str, Any]:
-    """`tp=2` as a name and a number, and other values as text."""
-    name, _, value = text.partition("=")
-    return name, int(value) if value.isdigit() else value
-
-
 def main() -> None:
     """Measure, and print one JSON line for each case."""
     if sys.argv[1:2] == ["--child"]:
@@ -322,25 +269,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=[*RUNS, "start"])
+    parser.add_argument("what", choices=RUNS)
     parser.add_argument("--sizes", "--size", default="2")
     parser.add_argument("--schemas", "--schema", default="mxfp4,int4")
     parser.add_argument("--devices", "--device", default="cpu")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--against", type=lambda text: Path(text).resolve())
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--work", type=Path)
     args = parser.parse_args()
-    args.set = dict(args.set)
     args.checkouts = {"this": REPO} | ({"against": args.against} if args.against else {})
     with tempfile.TemporaryDirectory(prefix="hqconv-bench-") as folder:
         args.work = args.work or Path(folder)
         args.work.mkdir(parents=True, exist_ok=True)
-        if args.what == "start":
-            for report in starts(args):
-                print(json.dumps(report), flush=True)
-            return
         cases = itertools.product(
             args.sizes.split(","), args.schemas.split(","), args.devices.split(",")
         )

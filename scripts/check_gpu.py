@@ -3,7 +3,6 @@
     python scripts/check_gpu.py devices [--schemas mxfp4,int4]        CPU and CUDA write the same artifact
     python scripts/check_gpu.py kernels [--inputs a16|quantized|fp8,…] every schema through the fused-MoE kernel
     python scripts/check_gpu.py sources [--formats awq,gptq]          every source format: convert, verify, compare
-    python scripts/check_gpu.py verify                                 damage has the same findings on both devices
 
 Needs a CUDA device of the target architecture (`sources` runs without one as well); vLLM's answers are
 scripts/check_serving.py's. Every case is a line, and a row of `--log FILE.md`. Exit code 1 where a case fails.
@@ -46,7 +45,6 @@ AFFINE = "int4-g64-zp int3-g64 int4-g128-fpzp int7-c int8-g128-zp int4-c int4-g1
 SECOND_SCALES = "int4-g32-e4m3 int4-g16-e4m3 int4-g32-e4m3-row fp4-g32-e4m3 fp4-g32-e8m0-row"
 SCHEMAS = [*PRESETS, *AFFINE.split(), *SECOND_SCALES.split()]
 PAIRS = "int3-g64+int4-g32-e4m3 int4-g32-e4m3+mxfp4 mxfp4+int8 fp8-block+int4-g64-zp int4-g64+fp8"
-DAMAGED = "mxfp4 int4 fp8 fp8-block int8 nvfp4 int4-g64-zp"
 ROUND_ROBIN: dict[str, Any] = {
     "tp": 2,
     "ep": 3,
@@ -197,49 +195,12 @@ def sources(name: str, schema: str, work: Path) -> list[str]:
     return [summary.plan.spec.schema.name, f"{checks}; error {worst:.3f}"]
 
 
-# --- verify ------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, share: float) -> None:
-    """Turn round one bit of a file, at a share of its length."""
-    data = bytearray(path.read_bytes())
-    data[int(share * (len(data) - 1))] ^= 4
-    path.write_bytes(data)
-
-
-def verify(schema: str, work: Path) -> list[str]:
-    """Damage one rank file in several places; both devices must find the same, in the same words."""
-    source = make_source(
-        work / "source", hidden=1024, intermediate=512, layers=1, experts=8, vocab=512
-    )
-    hqconv.convert(
-        source, work / "good", schema=schema, target=target_here().name, tp=2, device="cuda"
-    )
-    seconds = []
-    for share in (None, 0.3, 0.6, 0.9, 0.999):
-        out = work / "damaged"
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(work / "good", out)
-        if share is not None:
-            flip(next((out / "experts").rglob("*.safetensors")), share)
-        told = []
-        for device in ("cpu", "cuda"):
-            begun = time.monotonic()
-            report = hqconv.verify(out, source, device=device, checks=["weights"])
-            seconds.append(time.monotonic() - begun)
-            told.append([vars(finding) for result in report.results for finding in result.findings])
-            assert report.passed == (share is None), share
-        assert told[0] == told[1], told
-    return ["same findings", f"CPU {min(seconds[::2]):.1f} s, CUDA {min(seconds[1::2]):.1f} s"]
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    usual = DAMAGED.split() if args.what == "verify" else [*SCHEMAS, *PAIRS.split()]
-    args.schemas = schemas = args.schemas.split(",") if args.schemas else usual
+    schemas = args.schemas.split(",") if args.schemas else [*SCHEMAS, *PAIRS.split()]
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
     if args.what == "kernels":
@@ -247,18 +208,14 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
             (s.inputs.name, s.schema.name, s.param_dtype): partial(kernels, s)
             for s in specs(args.inputs, schemas)
         }
-    if args.what == "sources":
-        names = args.formats.split(",") if args.formats else list(FORMATS)
-        needs = {name: FORMATS[name].needs for name in names}
-        there = [
-            name
-            for name in names
-            if not needs[name] or importlib.util.find_spec(needs[name]) is not None
-        ]
-        return {
-            (n, s): partial(sources, n, s) for n in there for s in ("source", FORMATS[n].target)
-        }
-    return {(schema,): partial(verify, schema) for schema in schemas}
+    names = args.formats.split(",") if args.formats else list(FORMATS)
+    needs = {name: FORMATS[name].needs for name in names}
+    there = [
+        name
+        for name in names
+        if not needs[name] or importlib.util.find_spec(needs[name]) is not None
+    ]
+    return {(n, s): partial(sources, n, s) for n in there for s in ("source", FORMATS[n].target)}
 
 
 def run(name: Row, case: Case) -> tuple[Row, bool]:
@@ -287,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("devices", "kernels", "sources", "verify"))
+    parser.add_argument("what", choices=("devices", "kernels", "sources"))
     parser.add_argument("--schemas", default="")
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")

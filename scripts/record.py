@@ -4,9 +4,9 @@
     python scripts/record.py golden         tests/golden/golden.json, *.npz: Humming's ops on hard inputs, on a GPU
     python scripts/record.py layouts        tests/golden/layouts.json: every kernel layout, on a GPU
     python scripts/record.py divergence     docs/measured/divergence.json: KL of a real model, on a GPU
-                             [--schemas …] [--real FOLDER] [--texts FOLDER] [--jobs 8]
+                             [--schemas …] [--real FOLDER] [--texts FOLDER]
     python scripts/record.py speeds         docs/measured/speeds.json: times of kernels on this GPU
-                             [--schemas …] [--inputs a16,fp8,int8] [--tokens 1,16,64,8192] [--model NAME:E:K:H:I]
+                             [--schemas …]
 
 Run the first three only where a change of bytes is meant: with the record, the change is in the commit. They print what
 differs from the record before. The last two are figures of README and docs/quality.md, from which the table of GPUs
@@ -83,6 +83,7 @@ ABOUT = "w13, activation and w2 of one layer with the quantization of their inpu
 LAYER, ACTIVATION, DTYPE = "model.layers.0.mlp.experts", Activation("silu"), "bfloat16"
 NUM_COMPARED = 32  # tokens of each batch size that are held to the reference
 NUM_REPLAYS = 30
+NUM_PROCESSES = 8  # that convert at a time
 NUM_TOKENS = 14_336  # of a calibration of the real model
 L2_FACTOR = 4  # bytes of weights that are read before the same ones again, in sizes of the L2 cache
 Row = dict[str, Any]
@@ -197,7 +198,7 @@ def record_divergence(args: argparse.Namespace) -> None:
     """Measure every schema with and without a calibration, in several processes on one GPU; print each."""
     document = json.loads(DIVERGENCE.read_text()) if DIVERGENCE.is_file() else {"schemas": {}}
     texts = {CALIBRATED: str(args.texts / "calib.txt"), RTN: None}
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("spawn")) as pool:
         asked = [
             (
                 name,
@@ -239,6 +240,10 @@ class Model(NamedTuple):
     intermediate_size: int
 
 
+MODEL = Model("Qwen3-30B-A3B", num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+INPUTS, TOKENS = ("a16", "fp8", "int8"), (1, 16, 64, 8192)
+
+
 class Step(NamedTuple):
     """One step: tokens [T, H], routes [T, k], which copy of the weights, and room for both GEMMs' outputs."""
 
@@ -249,45 +254,39 @@ class Step(NamedTuple):
     out: torch.Tensor
 
 
-def parse_model(text: str) -> Model:
-    """Return the shape NAME:EXPERTS:TOP_K:HIDDEN:INTERMEDIATE."""
-    name, *sizes = text.split(":")
-    return Model(name, *map(int, sizes))
-
-
-def make_routes(model: Model, num_tokens: int, copies: int) -> list[torch.Tensor]:
+def make_routes(num_tokens: int, copies: int) -> list[torch.Tensor]:
     """Experts of each step's tokens, int64 [T, k], without an expert twice in a token.
 
     Where tokens reach a part of the experts only, steps of one copy reach others in turn; else experts are drawn.
     """
-    generator, count = torch.Generator().manual_seed(0), num_tokens * model.top_k
-    if count >= model.num_experts:
+    generator, count = torch.Generator().manual_seed(0), num_tokens * MODEL.top_k
+    if count >= MODEL.num_experts:
         steps = copies if num_tokens >= 1024 else 4 * copies
         scores = (
-            torch.rand(num_tokens, model.num_experts, generator=generator) for _ in range(steps)
+            torch.rand(num_tokens, MODEL.num_experts, generator=generator) for _ in range(steps)
         )
-        return [one.topk(model.top_k, dim=-1).indices for one in scores]
-    order = torch.randperm(model.num_experts, generator=generator)
+        return [one.topk(MODEL.top_k, dim=-1).indices for one in scores]
+    order = torch.randperm(MODEL.num_experts, generator=generator)
     turns = (
         torch.arange(turn * count, (turn + 1) * count)
-        for turn in range(math.ceil(model.num_experts / count))
+        for turn in range(math.ceil(MODEL.num_experts / count))
     )
     return [
-        order[t % model.num_experts].view(num_tokens, model.top_k)
+        order[t % MODEL.num_experts].view(num_tokens, MODEL.top_k)
         for t in turns
         for _ in range(copies)
     ]
 
 
-def make_steps(model: Model, num_tokens: int, copies: int) -> list[Step]:
+def make_steps(num_tokens: int, copies: int) -> list[Step]:
     """Steps with seeded tokens; those of one size share the room for outputs."""
-    dtype, rows = torch_dtype_of(DTYPE), num_tokens * model.top_k
-    wide = torch.zeros(rows, 2 * model.intermediate_size, dtype=dtype, device="cuda")
-    out = torch.zeros(rows, model.hidden_size, dtype=dtype, device="cuda")
+    dtype, rows = torch_dtype_of(DTYPE), num_tokens * MODEL.top_k
+    wide = torch.zeros(rows, 2 * MODEL.intermediate_size, dtype=dtype, device="cuda")
+    out = torch.zeros(rows, MODEL.hidden_size, dtype=dtype, device="cuda")
     x = torch.randn(
-        num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(num_tokens)
+        num_tokens, MODEL.hidden_size, generator=torch.Generator().manual_seed(num_tokens)
     )
-    routes = make_routes(model, num_tokens, copies)
+    routes = make_routes(num_tokens, copies)
     return [
         Step(x.to("cuda", dtype), ids.cuda(), n % copies, wide, out) for n, ids in enumerate(routes)
     ]
@@ -361,7 +360,7 @@ def kernel_error(out: Path, step: Step) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[int]) -> list[Row]:
+def measure_pair(spec: KernelSpec, source: Path) -> list[Row]:
     """Convert the layer for a pair, run and time it for each number of tokens; one row each."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -385,8 +384,8 @@ def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[
             math.ceil(L2_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size / layer_bytes),
         )
         copies = [gemms, *(copy_of(gemms) for _ in range(count - 1))]
-        for num_tokens in tokens:
-            steps = make_steps(model, num_tokens, count)
+        for num_tokens in TOKENS:
+            steps = make_steps(num_tokens, count)
             launch = launcher(copies, steps)
             for step in steps[::-1]:  # the first one last: its outputs are compared
                 launch(step)
@@ -421,9 +420,9 @@ def row_of(
     }
 
 
-def specs_of(schemas: Sequence[str], inputs: Sequence[str], target: GpuTarget) -> list[KernelSpec]:
+def specs_of(schemas: Sequence[str], target: GpuTarget) -> list[KernelSpec]:
     """Pairs that run on a target."""
-    pairs = itertools.product(schemas, inputs)
+    pairs = itertools.product(schemas, INPUTS)
     asked = [
         KernelSpec(resolve_schema(schema), DTYPE, target, resolve_inputs(one))
         for schema, one in pairs
@@ -433,29 +432,28 @@ def specs_of(schemas: Sequence[str], inputs: Sequence[str], target: GpuTarget) -
 
 def record_speeds(args: argparse.Namespace) -> None:
     """Measure pair after pair on this GPU; a pair that fails has rows with the reason."""
-    specs = specs_of(args.schemas.split(","), args.inputs.split(","), target_here())
-    tokens, model = [int(count) for count in args.tokens.split(",")], args.model
+    specs = specs_of(args.schemas.split(","), target_here())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         source = make_source(
             Path(folder, "source"),
             layers=1,
-            experts=model.num_experts,
-            top_k=model.top_k,
-            hidden=model.hidden_size,
-            intermediate=model.intermediate_size,
+            experts=MODEL.num_experts,
+            top_k=MODEL.top_k,
+            hidden=MODEL.hidden_size,
+            intermediate=MODEL.intermediate_size,
             vocab=256,
         )
         for spec in specs:
             try:
-                rows += measure_pair(spec, source, model, tokens)
+                rows += measure_pair(spec, source)
             except Exception as error:  # noqa: BLE001 - one pair must not cost the others their rows
                 traceback.print_exc()
                 rows += [
                     row_of(spec, count, None, math.nan, f"{type(error).__name__}: {error}")
-                    for count in tokens
+                    for count in TOKENS
                 ]
-            print(*map(json.dumps, rows[-len(tokens) :]), sep="\n", flush=True)
+            print(*map(json.dumps, rows[-len(TOKENS) :]), sep="\n", flush=True)
     run = {
         "gpu": torch.cuda.get_device_name(),
         "sm_version": specs[0].target.sm_version,
@@ -463,13 +461,13 @@ def record_speeds(args: argparse.Namespace) -> None:
         "source": "scripts/record.py speeds",
         "timed": ABOUT,
         "versions": {name: version(name) for name in ("humming-kernels", "torch")},
-        "model": model._asdict(),
+        "model": MODEL._asdict(),
         "rows": rows,
     }
     others = [
         other
         for other in json.loads(SPEEDS.read_text())["runs"]
-        if (other["gpu"], other["model"]["name"]) != (run["gpu"], model.name)
+        if (other["gpu"], other["model"]["name"]) != (run["gpu"], MODEL.name)
     ]
     SPEEDS.write_text(speeds_text([*others, run]))
     sys.exit(any("failed" in row for row in rows))
@@ -490,10 +488,6 @@ def main() -> None:
     parser.add_argument("--schemas", help="default: all on record, or timed")
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of the real model")
     parser.add_argument("--texts", type=Path, default=Path(), help="folder of its texts")
-    parser.add_argument("--jobs", type=int, default=8, help="processes that convert at a time")
-    parser.add_argument("--inputs", default="a16,fp8,int8")
-    parser.add_argument("--tokens", default="1,16,64,8192")
-    parser.add_argument("--model", type=parse_model, default="Qwen3-30B-A3B:128:8:2048:768")
     args = parser.parse_args()
     args.schemas = args.schemas or (TIMED if args.what == "speeds" else ",".join(RANKED))
     if args.what in ("speeds", "divergence"):

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,12 @@ from tests.make.proofs import (
     Tensors,
     drawn,
     model_config,
+    named,
     qwen3_moe,
 )
 
 BOTH = "wrote and read"
 MLP = "model.layers.0.mlp"
-
-
-def named(package: str) -> str:
-    """Name and version of an installed package."""
-    return f"{package} {version(package)}"
 
 
 def tiny_llama(dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> Any:
@@ -74,15 +69,11 @@ def as_expert(name: str) -> str:
 
 
 def exported(
-    package: str,
-    folder: Path,
-    values: Tensors,
-    dtype: str,
-    documents: Json | None = None,
-    hidden: int = HIDDEN,
-    inner: int = INNER,
+    package: str, folder: Path, values: Tensors, dtype: str, documents: Json | None = None
 ) -> Published:
     """What a package exported: the MLP's tensors of a tiny Llama, and its quantization config."""
+    words = json.loads((folder / "config.json").read_text())
+    hidden, inner = words["hidden_size"], words["intermediate_size"]
     tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(1, hidden, dtype=torch.bfloat16)}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -92,7 +83,6 @@ def exported(
                 if f"{MLP}." in key
             }
     config = {**model_config(hidden, inner), "torch_dtype": dtype}
-    words = json.loads((folder / "config.json").read_text())
     if documents is None:
         config["quantization_config"] = words["quantization_config"]
     return Published(
@@ -186,9 +176,7 @@ def modelopt(
             export_hf_checkpoint(model, export_dir=work)
             name = "hf_quant_config.json"
             documents = {name: json.loads((folder / name).read_text())} if own_file else None
-            one = exported(
-                "nvidia-modelopt", folder, {}, "bfloat16", documents, hidden=hidden, inner=inner
-            )
+            one = exported("nvidia-modelopt", folder, {}, "bfloat16", documents)
         for role, word in (
             ROLES.items() if hidden == HIDDEN else (("w1", ROLES["w1"]),)
         ):  # a small file

@@ -2,12 +2,12 @@
 folder then serve artifacts.
 
     make test-vllm                                          # makes .venv-vllm, whose list of packages is taken
-    python scripts/vllm_archive.py OUT.tar.xz --python 3.12 --sm 90 [--installed FILE]
+    python scripts/vllm_archive.py OUT.tar.xz [--installed FILE]
 
 There: `tar -xf OUT.tar.xz -C DIR; export PYTHONPATH=REPO:DIR VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0`.
 torch, triton and numpy are that machine's; `--installed` names further packages that it has, one a line. hqconv's own
 plugin is announced by a folder of metadata in the archive. vLLM's libraries hold code for many GPUs, 700 MB: the code
-for others than `--sm` is set to zeros, which take no place in the archive; kernels that exist as PTX alone (Marlin)
+for others than `SM` is set to zeros, which take no place in the archive; kernels that exist as PTX alone (Marlin)
 keep it. Left out: FlashAttention 2, DeepGEMM, FlashMLA, attention in fp8 or with heads of unusual sizes, and what a
 server over the network needs.
 """
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.vllm_env import REPO, name_of
 
+PYTHON, SM = "3.12", 90  # of that machine: its Python, and its GPU's architecture
 THERE = ("torch", "triton", "numpy", "pip", "setuptools", "hqconv")
 # Packages and files that no engine in one process group needs; found by blocking their import.
 LEFT_OUT = "cryptography outlines-core rignore fastar fastapi-cli fastapi-cloud-cli"
@@ -64,20 +65,18 @@ def main() -> None:
     """Write the archive."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--python", default="3.12", help="version of Python on that machine")
-    parser.add_argument("--sm", type=int, default=90, help="its GPU's architecture")
     parser.add_argument("--installed", type=Path, help="file with names of packages that it has")
     a = parser.parse_args()
     names = a.installed.read_text(encoding="utf-8").split() if a.installed else []
     there = {name_of(name) for name in (*THERE, *LEFT_OUT.split(), *names)}
     with tempfile.TemporaryDirectory() as scratch:
         wheels, site = Path(scratch, "wheels"), Path(scratch, "site")
-        download(wanted(there), wheels, a.python)
+        download(wanted(there), wheels)
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, site)
         for library in sorted(site.rglob("vllm/**/*.so")):
             data = bytearray(library.read_bytes())
-            keep_only(data, a.sm, without=UNUSED if "flash_attn" in str(library) else None)
+            keep_only(data, SM, without=UNUSED if "flash_attn" in str(library) else None)
             library.write_bytes(data)
         for library in site.rglob("*.so"):
             subprocess.run(["strip", "--strip-unneeded", library], check=False, capture_output=True)
@@ -98,10 +97,10 @@ def wanted(there: set[str]) -> list[str]:
     return [line for line in listed if "==" in line and name_of(line) not in there]
 
 
-def download(lines: list[str], folder: Path, python: str) -> None:
+def download(lines: list[str], folder: Path) -> None:
     """Fetch the wheels of these packages for another Python."""
     command = [sys.executable, *DOWNLOAD.split()]
-    command += ["-d", str(folder), "--python-version", python, "--implementation", "cp"]
+    command += ["-d", str(folder), "--python-version", PYTHON, "--implementation", "cp"]
     command += [word for name in PLATFORMS for word in ("--platform", name)]
     subprocess.run([*command, *lines], check=True)
 

@@ -131,18 +131,6 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path / "out") == snapshot(made)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)],
-)
-def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
-    """They would be written into the manifest as they are."""
-    known = {"name": "mine", "b_dtype": "uint4", "weight_scale_group_size": 128}
-    with pytest.raises(RequestError) as caught:
-        WeightSchema(**{**known, field: value})
-    assert caught.value.where == field
-
-
 RECIPE = """
 schema = "int4-g64"
 target = "sm90"
@@ -228,16 +216,3 @@ def test_a_folder_has_no_revisions(model: Path, made: Path) -> None:
             hqconv.inspect(folder, revision="main")
         with pytest.raises(RequestError, match="no revisions"):
             hqconv.convert(folder, **OPTIONS_OF, revision="main")
-
-
-def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "hqconv.json").write_text("{}")
-    report = hqconv.verify(tmp_path)
-    assert not report.passed
-    assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
-    (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
-    assert not hqconv.verify(tmp_path).passed
-
-
-def test_dir_lists_the_functions() -> None:
-    assert {"convert", "verify", "plan"} <= {*dir(hqconv)}

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import hqconv
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError
 from tests.make import hub_server, processes
 from tests.make.command import call
 from tests.make.conversions import manifest
@@ -218,14 +218,6 @@ def test_the_command(hubs: BothHubs) -> None:
     assert document["commit"] == hubs.uploads.oid("main")
     unknown = call(*command, "--max-kl", 0.05)
     assert (unknown.exit_code, "above --max-kl, or not known" in unknown.stderr) == (1, True)
-
-
-def test_what_is_refused(hubs: BothHubs) -> None:
-    publish()
-    with pytest.raises(RequestError, match="is public"):
-        publish(private=True)
-    with pytest.raises(RequestError, match="no such check"):
-        publish(checks=["none"])
 
 
 def hub_environment(hubs: BothHubs, root: Path) -> dict[str, str]:

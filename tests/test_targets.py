@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hqconv.kernel_layout.transform import why_not
-from hqconv.schemas.gpu_target import TARGETS, GpuTarget, parse_target
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from tests.make.places import REPO
@@ -49,10 +49,3 @@ def test_where_pairs_run(name: str) -> None:
             assert {spec.target.sm_version for spec in specs if why_not(spec) is None} == versions(
                 told
             ), (inputs, dtype)
-
-
-def test_gpus_by_name() -> None:
-    rows = re.findall(r"^\| sm(\d+) \| (.+) \|$", TEXT, re.MULTILINE)
-    assert {int(sm) for sm, _ in rows} == set(TARGETS)
-    for sm, names in rows:
-        assert all(parse_target(name).sm_version == int(sm) for name in names.split(", "))

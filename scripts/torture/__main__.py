@@ -1,6 +1,6 @@
 """Torture: kills, faults, full disks, rivals and hostile files, until something is lost or everything has passed.
 
-    python -m scripts.torture [SUITE ...] [--count N] [--seed 0] [--work FOLDER] [--jobs 1] [--write FILE.md]
+    python -m scripts.torture [SUITE ...] [--count N] [--seed 0] [--jobs 1] [--write FILE.md]
 
 Runs the suites, all of them where none is named, at their full counts; prints each one's counts as JSON, in the end a
 table. `--write` puts the rows into the table of docs/reliability.md. Exit code 1 on a failure. Takes Linux, a C
@@ -57,10 +57,10 @@ SUITES = {
 }
 
 
-def torture(name: str, count: int, seed: int, work: Path | None = None) -> Tally:
+def torture(name: str, count: int, seed: int) -> Tally:
     """Run one suite."""
     tally, suite = Tally(name, seed), SUITES[name]
-    with tempfile.TemporaryDirectory(prefix=f"torture-{name}-", dir=work) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"torture-{name}-") as folder:
         if suite.needs == "work":
             suite.run(Path(folder).resolve(), count, tally)
         else:
@@ -102,9 +102,6 @@ def main() -> int:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--count", type=int, help="cases of each suite (default: its full count)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--work", type=Path, help="where files are written (default: the system's temporary folder)"
-    )
     parser.add_argument("--jobs", type=int, default=1, help="suites at the same time")
     parser.add_argument(
         "--write", type=Path, metavar="FILE.md", help="put the rows into a document's table"
@@ -115,7 +112,7 @@ def main() -> int:
 
     def one(name: str) -> Tally:
         count = SUITES[name].full if options.count is None else options.count
-        tally = torture(name, count, options.seed, options.work)
+        tally = torture(name, count, options.seed)
         print(tally, flush=True)
         return tally
 

@@ -58,24 +58,6 @@ def test_load_gives_each_rank_its_file_and_humming_its_config(tmp_path: Path) ->
                     assert torch.equal(tensor, stored[f"{layer}.{gemm}_{name}"])
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_load_gives_a_gpu_the_same_tensors(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "source", "qwen3_moe", moe_intermediate_size=128)
-    run(source, tmp_path / "out", "mxfp4")
-    ours, theirs = (
-        hqconv.load(tmp_path / "out", layer=LAYER, device=device) for device in ("cuda", "cpu")
-    )
-    for gemm in ("w13", "w2"):
-        assert ours[gemm].tensors.keys() == theirs[gemm].tensors.keys()
-        for name, tensor in ours[gemm].tensors.items():
-            assert tensor.device.type == "cuda"
-            assert tensor.dtype == theirs[gemm].tensors[name].dtype
-            assert torch.equal(
-                tensor.cpu().view(torch.uint8), theirs[gemm].tensors[name].view(torch.uint8)
-            )
-
-
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "qwen3_moe")
     out = tmp_path / "out"

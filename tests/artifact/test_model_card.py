@@ -19,7 +19,7 @@ from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import assert_verified, check, evaluation_of, manifest, run
+from tests.make.conversions import assert_verified, evaluation_of, manifest, run
 from tests.make.qwen import write_qwen3_moe
 
 CARD = b"""---
@@ -193,21 +193,6 @@ def test_what_people_edited_is_not_replaced(name: str, source: Path, tmp_path: P
     run(source, out, "int4-g64", overwrite=True)
     assert_verified(out, source)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-
-
-def test_a_published_artifact_verifies_and_converts(source: Path, tmp_path: Path) -> None:
-    """With what a download brings along, and a card that somebody edited."""
-    out = tmp_path / "out"
-    run(source, out, "int4-g64", Grid(2, 1))
-    (out / "README.md").write_text("A card of our own.")
-    (out / "evaluation.json").write_text("Ours, too.")
-    (out / ".gitattributes").write_text("*.safetensors filter=lfs")
-    (out / ".cache/huggingface/download").mkdir(parents=True)
-    (out / ".cache/huggingface/download/config.json.metadata").write_text("x")
-    report = check(out, source, "files", "weights")
-    assert report.passed
-    run(out, tmp_path / "again", "source")
-    assert hqconv.inspect(out)["missing_or_resized_files"] == []
 
 
 def test_an_evaluation_counts_while_it_is_whole_and_names_the_manifest(

@@ -13,6 +13,7 @@ import hqconv
 from hqconv.errors import InputError, NetworkError, RequestError
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
+from tests.make.damage import flip
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -98,29 +99,11 @@ def test_it_is_converted_as_the_folder_is(
     assert not {name for name in cached(cache) if name.endswith(".safetensors")}
 
 
-def test_a_checkpoint_layout_is_a_source_too(server: LocalHub, out: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    conversions.run(out, flat, "source", layout="checkpoint")
-    server.folder = flat
-    conversions.run(NAME, tmp_path / "again", "source", Grid(tp=2))  # type: ignore[arg-type]
-    conversions.run(flat, tmp_path / "of-folder", "source", Grid(tp=2))
-    again, of_folder = snapshot(tmp_path / "again"), snapshot(tmp_path / "of-folder")
-    for name in NAMING:
-        assert again.pop(name) != of_folder.pop(name)
-    assert again == of_folder
-
-
 # --- what is wrong with it ---------------------------------------------------------------------------------
 
 
 def rank_file(server: LocalHub) -> Path:
     return server.folder / "experts/tp0-ep0/model.layers.1.mlp.experts.safetensors"
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def test_another_size_or_digest_is_refused_before_anything_is_fetched(

@@ -156,12 +156,6 @@ ALONE: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], st
         "w2 of expert 1",
     ),
     "a row far out": (small.plain, put(UP, 700, 1e6), "magnitude", "row 2"),
-    "router with NaN": (
-        small.plain,
-        put("model.layers.0.mlp.gate.weight", 3, torch.nan),
-        "nan",
-        "mlp.gate.weight",
-    ),
     "tensor lacks": (small.plain, lambda x: x.__delitem__(UP), "broken", "up_proj"),
     "tensor too many": (
         small.packed_int4,
@@ -213,7 +207,6 @@ NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], 
         "twin",
     ),
     "a larger expert": (small.plain, lambda x: x[GATE].mul_(64), "magnitude"),
-    "a zero router": (small.plain, lambda x: x["model.layers.0.mlp.gate.weight"].fill_(0), "zero"),
 }
 
 
@@ -250,18 +243,6 @@ NOTICES |= {
         small.nvfp4,
         lambda x: x[name_of(0, "gate_proj", SCALE_2)].mul_(2),
         "loader",
-    ),
-    "scales that underflowed": (
-        small.nvfp4,
-        lambda x: (
-            x[name_of(2, "up_proj", "weight_scale")].view(torch.uint8).view(-1)[:1024].zero_()
-        ),
-        "zero",
-    ),
-    "a hole in packed weights": (
-        small.packed_int4,
-        lambda x: x[name_of(2, "up_proj", "weight_packed")].view(-1)[:1024].zero_(),
-        "hole",
     ),
 }
 

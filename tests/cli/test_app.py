@@ -77,18 +77,6 @@ def test_default_names(tmp_path: Path) -> None:
     assert name(overrides=own) == "m-mxfp4-mixed"
 
 
-def test_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_qwen3_moe(tmp_path / "m", num_layers=3)
-    monkeypatch.chdir(tmp_path)
-    shown = call("convert", "m", "--config", "ends-in-8-bits")
-    assert shown.exit_code == 0
-    assert "but fp8, a16 activations in 2 layers" in " ".join(shown.stdout.split())
-    assert "The artifact is in m-int4-g32-e4m3-ends-in-8-bits" in shown.stdout
-    again = call("convert", "m", "--config", "ends-in-8-bits", "--overwrite", "--json")
-    layers = [f"model.layers.{number}.mlp.experts" for number in (0, 2)]
-    assert json.loads(again.stdout)["otherwise"] == {"fp8, a16 activations": layers}
-
-
 # --- convert -----------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hqconv.cli.output import print_json, printable_document
+from hqconv.cli.output import print_json
 from hqconv.cli.render import ShownProgress
 from hqconv.conversion.stages import Progress
 from tests.make.command import call
@@ -65,16 +65,6 @@ def test_scales_that_are_no_numbers_are_shown_as_findings(schema: str, tmp_path:
     assert strictly(call(*words, "--json").stdout)["passed"] is False
     _, _, table = page.read_text().partition("Decoded weights against the source")
     assert "down (w2)" in table.splitlines()[2]  # after the headers
-
-
-def test_control_characters_of_documents_are_written_out() -> None:
-    """As `printable` does it (tests/test_errors.py); messages of hqconv keep their lines."""
-    text, shown, line = "two\n\x1b[2J", "two\n\\x1b[2J", "two\\n\\x1b[2J"
-    assert printable_document({text: [text, 1, None]}) == {line: [line, 1, None]}
-    assert printable_document({"notes": [text], "obstacle": text}) == {
-        "notes": [shown],
-        "obstacle": shown,
-    }
 
 
 def hostile(model: Path) -> Path:

@@ -20,8 +20,6 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, RequestError
-from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.sources.opening import open_source, own_target, parse_source_name
 from tests.make import processes
 from tests.make.command import call
@@ -36,30 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- names and files ---------------------------------------------------------------------------------------
-
-MEANT = {
-    "MXFP4": "mxfp4",
-    "mxpf4": "mxfp4",
-    "int-4": "int4",
-    "int9": "int8",
-    "INT4_G32_E4M3": "int4-g32-e4m3",
-    "fp-8": "fp8",
-    "Source": "source",
-    "zzz": "",
-    "": "",
-    "\x1b[31m": "",
-}
-
-
-def test_a_schema_that_is_almost_named() -> None:
-    explains = "`hqconv schemas` explains each."
-    for typed, meant in MEANT.items():
-        with pytest.raises(RequestError) as error:
-            resolve_schema(typed)
-        remedy = f"Did you mean {meant}? {explains}" if meant else explains
-        assert error.value.remedy == remedy
-    with pytest.raises(RequestError, match=r"Did you mean fp8-static\?"):
-        resolve_inputs("FP8_static")
 
 
 WRONG = {  # a command line: the command that is named, and a part of the message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ import torch
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import VerificationError
-from hqconv.kernel_layout.fused_moe import Gemm, layer_config
 from hqconv.schemas.activation import Activation
-from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
 from hqconv.verification.verify import _sample
 from tests.make import small, standin
-from tests.make.conversions import assert_verified, manifest, run, write_manifest
+from tests.make.conversions import assert_verified, manifest, run
 
 Words = dict[str, Any]
 KIMI = {"model_type": "kimi_linear", "hidden_act": "situ"}
@@ -95,42 +91,19 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return make
 
 
-def edit(out: Path, change: Callable[[Words], object]) -> None:
-    document = manifest(out)
-    for layer in document["blocks"].values():
-        change(layer)
-    write_manifest(out, document)
-
-
 def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = "") -> CheckResult:
     """The kernel check with the real loop, expressions and judge, and with plain weights in kernels that stand in.
 
     activation: what the kernel is given by mistake.
     """
-    standin.use(monkeypatch)
-    weights = {
-        "w13": torch.randn(small.E, 2 * small.INNER, small.HIDDEN) / 6,
-        "w2": torch.randn(small.E, small.HIDDEN, small.INNER) / 16,
-    }
     experts = [
-        {"w1": w13[: small.INNER], "w3": w13[small.INNER :], "w2": w2}
-        for w13, w2 in zip(weights["w13"], weights["w2"], strict=True)
-    ]
-
-    def load(
-        artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object
-    ) -> dict[str, Gemm]:
-        return {
-            gemm: Gemm(
-                layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]),
-                {"weight": stored},
-            )
-            for gemm, stored in weights.items()
+        {
+            "w1": torch.randn(small.INNER, small.HIDDEN) / 6,
+            "w3": torch.randn(small.INNER, small.HIDDEN) / 6,
+            "w2": torch.randn(small.HIDDEN, small.INNER) / 16,
         }
-
-    monkeypatch.setattr(module, "_load_rank", load)
-    monkeypatch.setattr(module, "decoded_experts", lambda *_: (expert for expert in experts))
-    monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
+        for _ in range(small.E)
+    ]
     if activation:
         real, other = module.fused_moe, Activation.of_label(activation)
         monkeypatch.setattr(
@@ -139,7 +112,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
             lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest),
         )
     with Artifact(out) as artifact:
-        return module.check_kernel(artifact, None, list(artifact.layers), [24], torch.device("cpu"))
+        return standin.check_kernel(artifact, monkeypatch, experts, list(artifact.layers))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,27 +179,3 @@ def test_one_layer_of_each_activation_is_looked_at(tmp_path: Path) -> None:
         options: Any = type("Options", (), {"layers": None})
         chosen = _sample(artifact, list(artifact.layers), options)
     assert chosen == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1, 2, 4)]
-
-
-# --- artifacts as they were, and damaged ones --------------------------------------------------------------
-
-
-def copied(
-    converted: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path
-) -> tuple[Path, Path]:
-    source, out = converted(case)
-    return source, Path(shutil.copytree(out, tmp_path / "copy"))
-
-
-@pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
-def test_numbers_that_are_none_are_a_damaged_manifest(
-    parameters: object, converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    _, out = copied(converted, "gpt_oss", tmp_path)
-    edit(out, lambda layer: layer.update(activation_parameters=parameters))
-    with pytest.raises(
-        VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"
-    ):
-        hqconv.inspect(out)
-    with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*activation_parameters"):
-        open_artifact_view(ArtifactLocation(str(out)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.make.decodable import write_quantized
 from tests.make.families import FAMILIES, save_family
 from tests.make.gguf_models import write, write_recorded
 from tests.make.hub_server import serve, use
+from tests.make.qwen import set_config
 from tests.make.tensors import same_bits, snapshot
 from tests.make.tokenizer import write_tokenizer
 
@@ -344,8 +344,7 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     names = [name for name in tensors if ".layers.1." in name]
     tensors |= {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in names}
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
-    document = json.loads((src / "config.json").read_bytes())
-    (src / "config.json").write_text(json.dumps(document | {"num_nextn_predict_layers": 1}))
+    set_config(src, num_nextn_predict_layers=1)
     report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
     of_model, of_draft = (f"model.layers.{number}.mlp.experts" for number in (1, 2))

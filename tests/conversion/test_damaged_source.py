@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import hqconv
 from hqconv.errors import InputError
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run, run_until
-from tests.make.damage import Damaged
+from tests.make.damage import Damaged, flip
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 LAYER_0, LAYER_1 = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
@@ -41,20 +40,10 @@ def damaged(good: dict[str, Path], tmp_path: Path) -> Damaged:
     return Damaged(tmp_path / "damaged", good["src"], "fp8")
 
 
-def flip(path: Path, place: int) -> None:
-    """One bit, and the file's time is as before."""
-    status, data = path.stat(), bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def assert_refused(
-    src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object
-) -> None:
+def assert_refused(src: Path, out: Path, names: str | list[str], **more: object) -> None:
     """Nothing that looks whole is left, and one of the files is named."""
     with pytest.raises(InputError) as caught:
-        run(src, out, schema, **more)  # type: ignore[arg-type]
+        run(src, out, "source", **more)  # type: ignore[arg-type]
     assert caught.value.exit_code == 3
     assert caught.value.where in [
         str(src / name) for name in ([names] if isinstance(names, str) else names)

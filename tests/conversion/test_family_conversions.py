@@ -40,7 +40,7 @@ def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int)
     save_family(src, model_type, torch.bfloat16, hidden=64, inner=64, **words)
     conversions.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
     conversions.assert_verified(out, src)
-    spec = FAMILIES[model_type]
+    spec, blocks = FAMILIES[model_type], conversions.manifest(out)["blocks"]
     with open_source(src) as source:
         experts = source.map_experts()
         assert experts.chosen_because.startswith(f"model_type {model_type}")
@@ -53,6 +53,8 @@ def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int)
                 "BF16",
             )
             assert (layer.hidden_size, layer.intermediate_size) == (hidden, 64)
+            order = ["gate", "up"] if layer.gated else ["up"]
+            assert blocks[layer.name]["w13_order"] == order
             found = dequantize(out, layer=layer.name)
             for e in range(layer.num_experts):
                 matrices = source.read_expert(layer, e, layer.roles, torch.device("cpu"))

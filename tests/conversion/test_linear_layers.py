@@ -26,7 +26,7 @@ from tests.make.conversions import assert_verified, check, manifest, run, run_un
 from tests.make.damage import Damaged
 from tests.make.decodable import write_quantized
 from tests.make.families import save_family
-from tests.make.qwen import write_qwen3_moe
+from tests.make.qwen import set_config, write_qwen3_moe
 from tests.make.tensors import load_all, raw, snapshot
 from tests.make.tokenizer import write_tokenizer
 from tests.make.vllm_quantized import CASES, store
@@ -241,8 +241,7 @@ def test_other_sources_are_refused(source: Path, tmp_path: Path, artifact: Path)
         run(artifact, tmp_path / "out", "source", dense="int8")
     other = tmp_path / "src"
     shutil.copytree(source, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"model_type": "laguna"}))
+    set_config(other, model_type="laguna")
     with pytest.raises(RequestError, match="model_type"):
         run(other, tmp_path / "out", "int8", dense="int8")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_hub import snapshot_download
 from safetensors.numpy import save_file
 
 from hqconv.api import push
@@ -21,7 +20,7 @@ from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, 
 from hqconv.schemas.artifact_names import REFERENCE
 from hqconv.schemas.grid import Grid
 from tests.make import command, hub_server
-from tests.make.conversions import assert_verified, evaluation_of, run
+from tests.make.conversions import evaluation_of, run
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import read_tree, write_qwen3_moe
 
@@ -50,19 +49,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         yield server
 
 
-def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, bytes]:
+def there(hub: UploadHub, number: int = -1) -> dict[str, bytes]:
     return {
         name: stored.data
-        for name, stored in hub.commits[branch][number].items()
+        for name, stored in hub.commits["main"][number].items()
         if name != ".gitattributes"
     }
 
 
-def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
+def assert_only_whole(hub: UploadHub, *artifacts: Path) -> None:
     """Every commit holds one of these artifacts, complete and alone; the first commit of a repo is empty."""
     whole = [read_tree(artifact) for artifact in artifacts]
-    for number in range(len(hub.commits[branch])):
-        found = there(hub, number, branch)
+    for number in range(len(hub.commits["main"])):
+        found = there(hub, number)
         assert found in whole or (number == 0 and not found)
 
 
@@ -76,20 +75,6 @@ def test_one_commit_holds_all(out: Path, hub: UploadHub) -> None:
     assert 0 < report.num_bytes < sum(map(len, read_tree(out).values()))  # those of the manifest
     assert report.commit == hub.oid("main")
     assert said == [f"hashing and sending {report.num_files} files"]
-
-
-def test_what_is_downloaded_verifies(
-    example: Path, out: Path, hub: UploadHub, tmp_path: Path
-) -> None:
-    push(out, REPO)
-    with (
-        hub_server.serve(hub.write(tmp_path / "served"), REPO) as served,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        hub_server.use(patch, served.url, tmp_path / "cache2")
-        snapshot_download(REPO, local_dir=tmp_path / "down", endpoint=served.url)
-    assert (tmp_path / "down/.cache/huggingface").is_dir()
-    assert_verified(tmp_path / "down", example / "src")
 
 
 def test_stopped_anywhere_and_pushed_again(example: Path, out: Path, hub: UploadHub) -> None:

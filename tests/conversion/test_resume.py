@@ -8,7 +8,6 @@ from __future__ import annotations
 import _thread
 import errno
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -27,6 +26,7 @@ from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import manifest, run, run_until
 from tests.make.models import save_model
+from tests.make.qwen import set_config
 from tests.make.tensors import load_all, snapshot
 
 GRID = Grid(2, 2)
@@ -82,14 +82,6 @@ def begun(src: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def changed_config(src: Path, tmp_path: Path) -> Path:
-    other = tmp_path / "other"
-    shutil.copytree(src, other)
-    config = json.loads((other / "config.json").read_bytes())
-    (other / "config.json").write_text(json.dumps({**config, "routed_scaling_factor": 9.0}))
-    return other
-
-
 @pytest.mark.parametrize(
     ("words", "difference"),
     [
@@ -127,8 +119,10 @@ def test_another_request_is_not_resumed(
 
 def test_another_config_is_not_resumed(src: Path, begun: Path, tmp_path: Path) -> None:
     key = "config.json: routed_scaling_factor"
+    other = Path(shutil.copytree(src, tmp_path / "other"))
+    set_config(other, routed_scaling_factor=9.0)
     with pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught:
-        run(changed_config(src, tmp_path), begun, "mxfp4", GRID, resume=True)
+        run(other, begun, "mxfp4", GRID, resume=True)
     assert caught.value.found == "9.0"
 
 

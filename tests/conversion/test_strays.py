@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.conversion.stages import Progress
-from hqconv.errors import HqconvError, InputError, OutputError
+from hqconv.errors import HqconvError, OutputError
 from tests.make.command import call
 from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe
@@ -108,51 +107,6 @@ def test_a_mount_point_is_refused_before_the_work(
     )["notes"]
     assert any("mount point" in note for note in notes)
     assert snapshot(tmp_path / "out") == snapshot(example)
-
-
-def _name(name: bytes) -> Callable[[Path], object]:
-    def put(folder: Path) -> None:
-        path = folder / name.decode(errors="surrogateescape")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-
-    return put
-
-
-def _surrogate(folder: Path) -> None:
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text('{"x": "\\ud800", ' + text[1:])
-
-
-def _tensor_name(folder: Path) -> None:
-    shard = next(folder.glob("*.safetensors"))
-    data = shard.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    name = next(name for name in header if "norm" in name)
-    header[name + "\ud800"] = header.pop(name)
-    words = json.dumps(header).encode()
-    shard.write_bytes(len(words).to_bytes(8, "little") + words + data[8 + size :])
-
-
-CANNOT_BE_HELD: dict[str, Callable[[Path], object]] = {
-    "no UTF-8": _name(b"a\xff.txt"),
-    "half a surrogate": _surrogate,
-    "a tensor's name": _tensor_name,
-    "a folder's name": _name(b"experts/x.jinja"),
-    "too long a name": _name(b"x" * 247 + b".md"),
-}
-
-
-@pytest.mark.parametrize("what", CANNOT_BE_HELD)
-def test_what_an_artifact_cannot_hold_is_refused_at_once(
-    what: str, model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model, tmp_path / "src")
-    CANNOT_BE_HELD[what](tmp_path / "src")
-    with pytest.raises(InputError):
-        hqconv.convert(tmp_path / "src", tmp_path / "out", **OPTIONS)
-    assert not (tmp_path / "out").exists()
 
 
 def test_places_that_no_file_can_have(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hqconv.calibration.transformers_model import folder_of
 from hqconv.sources.opening import open_source
 from tests.make.command import call
 from tests.make.families import save_family
+from tests.make.qwen import set_config
 from tests.make.tokenizer import write_tokenizer
 
 MARKER = "code-has-run"
@@ -47,10 +48,6 @@ def src(tmp_path: Path) -> Path:
     return folder
 
 
-def change(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
-
-
 def measure(src: Path) -> tuple[int, str]:
     """Exit code and output of a calibrated conversion; no code of the folder has run."""
     out = src.parent / "out"
@@ -72,13 +69,13 @@ OWN = {
 
 def test_code_of_the_folder_is_not_asked_for_and_not_run(src: Path) -> None:
     """With the classes of transformers, and without any that it has."""
-    change(src / "config.json", auto_map={**OWN, "AutoModelForCausalLM": "modeling_own.Own"})
-    change(
-        src / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
+    set_config(src, auto_map={**OWN, "AutoModelForCausalLM": "modeling_own.Own"})
+    set_config(
+        src, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
     )
     code, output = measure(src)
     assert code == 0, output
-    change(src / "config.json", model_type="own", architectures=["OwnForCausalLM"])
+    set_config(src, model_type="own", architectures=["OwnForCausalLM"])
     code, output = measure(src)
     assert code == 2, output
     assert "The transformers library cannot run this model" in output
@@ -97,7 +94,7 @@ def test_code_of_the_folder_is_not_asked_for_and_not_run(src: Path) -> None:
 )
 def test_kernels_of_the_hub_are_not_asked_for(src: Path, key: str, value: object) -> None:
     """transformers never sees the key, and runs its own code."""
-    change(src / "config.json", **{key: value})
+    set_config(src, **{key: value})
     with open_source(src) as source, folder_of(source) as folder:
         assert not re.search("implementation|kernel", (folder / "config.json").read_text())
     code, output = measure(src)
@@ -128,7 +125,7 @@ WRONG: list[tuple[str, object]] = [
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
 def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: object) -> None:
-    change(src / "config.json", **{key: value})
+    set_config(src, **{key: value})
     code, output = measure(src)
     assert code in (0, 2, 3), output
     assert code != 0 or key != "num_attention_heads", output
@@ -145,7 +142,7 @@ def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: ob
     ],
 )
 def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, key: str, value: object) -> None:
-    change(src / "tokenizer_config.json", **{key: value})
+    set_config(src, "tokenizer_config.json", **{key: value})
     code, output = measure(src)
     assert code in (0, 2), output
 
@@ -167,7 +164,7 @@ def test_weights_that_the_model_lacks_are_not_drawn(src: Path) -> None:
     tensors = load_file(shard)
     del tensors[name]
     save_file(tensors, shard, {"format": "pt"})
-    change(src / "model.safetensors.index.json", weight_map=index["weight_map"])
+    set_config(src, "model.safetensors.index.json", weight_map=index["weight_map"])
     code, output = measure(src)
     assert (
         code,

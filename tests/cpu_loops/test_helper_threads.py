@@ -9,13 +9,13 @@ import pytest
 from hqconv.jit import Helpers, in_parts
 
 
-def with_helpers(task: object, count: int = 4) -> None:
+def with_helpers(task: object) -> None:
     """Run a task in a thread that has helpers."""
     errors = []
-    pool = Helpers(count)
+    pool = Helpers(4)
 
     def work() -> None:
-        pool.use(count)
+        pool.use(4)
         try:
             task()  # type: ignore[operator]
         except BaseException as error:  # noqa: BLE001 - raised below

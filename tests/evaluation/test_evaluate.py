@@ -147,11 +147,11 @@ def expected_figures(source: nn.Module, artifact: nn.Module, **options: Any) -> 
     }
 
 
-def assert_figures(found: dict[str, Any], expected: dict[str, Any], rel: float = 1e-4) -> None:
+def assert_figures(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for key, value in expected.items():
         if isinstance(value, dict):
             assert found[key].keys() == value.keys()
-            assert found[key] == pytest.approx(value, rel=rel, abs=1e-9), key
+            assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-9), key
         else:
             assert found[key] == pytest.approx(value, rel=1e-9), key
 

@@ -20,7 +20,7 @@ from hqconv.artifact.reference_predictions import (
     read_reference,
 )
 from hqconv.calibration.streamed_model import StreamedModel
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError
 from hqconv.evaluation import evaluate as evaluation
 from hqconv.io.durable_files import write_whole
 from tests.make.families import save_family
@@ -215,8 +215,3 @@ def test_a_folder_that_cannot_be_written(
     monkeypatch.setattr("hqconv.artifact.reference_predictions.write_whole", refuse)
     expected = "reference.safetensors cannot be written beside the artifact: Read-only file system."
     assert evaluated(made)["warnings"] == [expected]
-
-
-def test_a_server_is_needed_for_its_check(made: tuple[Path, Path, Path]) -> None:
-    with pytest.raises(RequestError, match="needs its address"):
-        hqconv.verify(made[1], checks=["server"], **CPU)

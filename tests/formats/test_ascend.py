@@ -16,6 +16,7 @@ from hqconv.formats.quant_config import declared_formats
 from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.formats import write
+from tests.make.qwen import set_config
 
 INT8, FLOAT = "W8A8_DYNAMIC", "FLOAT"
 Schemes = dict[str, str]
@@ -128,23 +129,21 @@ def test_where_nothing_known_is_said_nothing_stands_for_a_config(
 # --- in a folder -------------------------------------------------------------------------------------------
 
 
-def change(folder: Path, **schemes: str) -> None:
-    path = folder / "quant_model_description.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **schemes}))
-
-
 def test_the_file_decides_and_the_tensors_are_held_to_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "source", "ascend-w8a8-file", hidden=128, inner=128).folder
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantize": "w4a8"})
-    )  # whatever this says
+    set_config(folder, quantize="w4a8")  # whatever this says
     with open_source(folder) as source:
         assert source.quantization is not None
         assert source.quantization["modules"]["model.layers.*.mlp.experts.*.up_proj"] == INT8
     conversions.open_plan(folder, "int4")[0].close()
-    change(folder, **{f"model.layers.1.mlp.experts.{e}.up_proj.weight": FLOAT for e in range(3)})
+    description = "quant_model_description.json"
+    set_config(
+        folder,
+        description,
+        **{f"model.layers.1.mlp.experts.{e}.up_proj.weight": FLOAT for e in range(3)},
+    )
     with pytest.raises(InputError, match="declares no quantization") as caught:
         conversions.open_plan(folder, "int4")
     assert caught.value.where.startswith("model.layers.1.mlp.experts.0.up_proj.")

@@ -25,6 +25,7 @@ from tests.make.configs import Json
 from tests.make.formats import FormatSpec, Written, write
 from tests.make.layouts import plain
 from tests.make.packing import Draw, Encoder, Stored, little_endian, spread
+from tests.make.qwen import set_config
 
 SIZE = 64
 _LAYER = "model.layers.0.mlp.experts"
@@ -84,11 +85,6 @@ def _flat(bits: int) -> Json:
     }
 
 
-def _set_config(folder: Path, config: Json) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
-
-
 def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
     spec = FormatSpec(_encode(bits, has_zero), {}, "", dense=plain)
     done = write(folder, spec)
@@ -101,7 +97,7 @@ def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
     config = _flat(bits)
     if dialect != "flat":
         config = _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
-    _set_config(folder, config)
+    set_config(folder, quantization_config=config)
     return replace(done, spec=replace(spec, config={"quantization_config": config}))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import re
 import shutil
@@ -23,11 +22,10 @@ from hqconv.gguf.model import Metadata, architecture_of
 from hqconv.gguf.source import GgufSource, open_gguf
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.grid import Grid
 from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.conversions import assert_verified, run
 from tests.make.gguf_models import decodable, recorded_types, refused
-from tests.make.qwen import read_tree, write_qwen3_moe
+from tests.make.qwen import set_config, write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
 
@@ -38,7 +36,6 @@ E, H, I = 4, 256, 512  # noqa: E741
 CPU = torch.device("cpu")
 SHAPES = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
 ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
-WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 Stack = tuple[np.ndarray[Any, Any], Any]  # bytes (or floats) [E, out, …], and their type
 
 
@@ -78,9 +75,9 @@ def write_gguf(path: Path, tensors: Mapping[str, Stack], alignment: int = 32) ->
     writer.close()
 
 
-def layer_of(layer: int, kinds: Mapping[str, Kind], seed: int = 0) -> dict[str, Stack]:
+def layer_of(layer: int, kinds: Mapping[str, Kind]) -> dict[str, Stack]:
     return {
-        f"blk.{layer}.ffn_{word}_exps.weight": stack(kind, SHAPES[word], seed + 10 * layer + index)
+        f"blk.{layer}.ffn_{word}_exps.weight": stack(kind, SHAPES[word], 10 * layer + index)
         for index, (word, kind) in enumerate(kinds.items())
     }
 
@@ -110,8 +107,7 @@ def others() -> dict[str, Stack]:
 def one_layer(folder: Path, stacks: Mapping[str, Stack], **config: Any) -> Path:
     """A model of one layer whose experts are in m.gguf; config: other values of its config.json."""
     without_experts(folder, num_layers=1)
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, **config}))
+    set_config(folder, **config)
     write_gguf(folder / "m.gguf", stacks)
     return folder
 
@@ -275,52 +271,6 @@ def test_mtp_layers_count_on(tmp_path: Path, tensors: dict[str, Stack]) -> None:
 # --- conversion --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def converted(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stack]
-) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("gguf")
-    source, out = without_experts(folder / "model"), folder / "out"
-    write_gguf(source / "model.gguf", tensors)
-    report = run(source, out, "int4", Grid(2))
-    assert report.to_dict()["conversion"] == {"requantized": 2}
-    return source, out
-
-
-def test_the_artifact_is_that_of_the_decoded_floats(
-    converted: tuple[Path, Path], tmp_path: Path, tensors: dict[str, Stack]
-) -> None:
-    """The same model with float32 experts in safetensors gives the same rank files."""
-    source, out = converted
-    plain = tmp_path / "plain"
-    shutil.copytree(source, plain)
-    (plain / "model.gguf").unlink()
-    weights = load_file(plain / "model.safetensors")
-    for layer in range(2):
-        for word, name in WORDS.items():
-            decoded = floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])
-            for expert in range(E):
-                full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-                weights[full] = torch.from_numpy(decoded[expert].copy())
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    run(plain, tmp_path / "out", "int4", Grid(2))
-    assert read_tree(out / "experts") == read_tree(tmp_path / "out" / "experts")
-
-
-def test_every_tensor_is_counted_once(
-    converted: tuple[Path, Path], tensors: dict[str, Stack]
-) -> None:
-    source, out = converted
-    words = json.loads((out / "hqconv.json").read_bytes())["tensors"]
-    kept = load_file(source / "model.safetensors")
-    assert sorted(words["copied"]) == sorted(kept)
-    stacks = {f"model.gguf:{name}" for name in tensors if "_exps" in name}
-    assert set(words["converted"]) == stacks
-    dropped = {f"model.gguf:{name}" for name in others()}
-    assert words["dropped"] == dict.fromkeys(dropped, "the safetensors' tensor is used")
-    assert not (out / "model.gguf").exists()
-
-
 def test_inspect_loads_nothing_heavy(model: Path) -> None:
     assert cold("inspect", model)[0] == set()
 
@@ -365,8 +315,7 @@ def test_no_experts_at_all(model: Path) -> None:
 
 
 def test_experts_of_another_number_than_the_config_says(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_experts": E + 4}))
+    set_config(model, num_experts=E + 4)
     assert "num_experts" in refused(model, InputError, r"blk\.0\.ffn_.*_exps\.weight").expected
 
 
@@ -433,8 +382,7 @@ def test_two_quantizations_in_one_folder(model: Path) -> None:
 
 
 def test_an_unknown_model(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "new_moe"}))
+    set_config(model, model_type="new_moe")
     refused(model, RequestError, "model_type")
 
 

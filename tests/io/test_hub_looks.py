@@ -297,18 +297,6 @@ def fill(server: LocalHub) -> None:
     server.sent.clear()
 
 
-def test_offline_a_cache_that_is_complete_does(
-    server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    fill(server)
-    server.requests.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    words = hqconv.inspect(NAME)
-    assert (words["num_files"], words["revision"]) == (4, COMMIT)
-    assert hqconv.plan(NAME, **PLAN).other_files == ("tokenizer.json",)
-    assert server.requests == []
-
-
 def test_offline_a_cache_with_words_alone_does_not(
     server: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

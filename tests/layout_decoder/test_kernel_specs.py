@@ -394,11 +394,12 @@ def test_padding_is_checked_in_every_order() -> None:
             ("mxfp4", "fp8", 90),
             ("mxfp4", "int8", 90),
         ),
+        *((name, "a16", 90) for name in ("mxfp4", "nvfp4", "int8-g32-zp", "fp8-block", "int4-c")),
     ):
         laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
         laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}
         stack = laid.read()
         reported = {line.split(":")[0] for line in problems(stack)}
         assert {"weight", "bias"} <= reported, schema
-        assert "weight_scale" in reported, schema
+        assert {"weight_scale", "zero_point"} & {*laid.kernel} <= reported, schema
         assert stack.wrong.all()

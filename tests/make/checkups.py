@@ -41,9 +41,9 @@ def is_there(name: str) -> bool:
     return not FORMATS[name].needs or importlib.util.find_spec(FORMATS[name].needs) is not None
 
 
-def originals(written: Written, seed: int = 0) -> dict[str, Experts]:
+def originals(written: Written) -> dict[str, Experts]:
     """Weights that round to the codes of a checkpoint, and the cells of these codes, by layer."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     found: dict[str, Experts] = {}
     with open_source(written.folder) as source:
         for layer in source.map_experts().layers:

@@ -39,11 +39,7 @@ def schema_of(name: str) -> WeightSchema:
 
 
 def open_plan(
-    src: Path,
-    schema: str | LayerSchema,
-    grid: Grid | None = None,
-    layout: str = "kernel",
-    dtype: str | None = None,
+    src: Path, schema: str | LayerSchema, grid: Grid | None = None, layout: str = "kernel"
 ) -> tuple[Source, ConversionPlan]:
     """Open a folder and plan its conversion; the source is the caller's to close."""
     source = open_source(src)
@@ -52,7 +48,7 @@ def open_plan(
         resolve_layer_schema(schema) if isinstance(schema, str) and schema != "source" else schema
     )
     options = ConversionOptions(
-        None if isinstance(chosen, str) else chosen, dtype, grid or Grid(), layout=layout
+        None if isinstance(chosen, str) else chosen, None, grid or Grid(), layout=layout
     )
     request = make_spec(options, experts, source.config, GpuTarget(90))
     return source, make_plan(source, experts, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +145,8 @@ class Damaged:
         words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
         return {role: tensors[f"{LAYER}.{expert}.{word}.weight"] for role, word in words.items()}
 
-    def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
-        """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
+    def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int) -> None:
+        """Overwrite the first expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
         with Artifact(self.root) as artifact:
             layer, schema, request = (
                 artifact.moe_layer(LAYER),
@@ -169,14 +170,25 @@ class Damaged:
         )
         path = self.rank_file(LAYER, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
-            slot = self.expert_bytes(path, f"{LAYER}.{gemm}_{name}", local)
+            slot = self.expert_bytes(path, f"{LAYER}.{gemm}_{name}", 0)
             slot[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
-def both_ways(out: Path, source: Path) -> CheckResult:
+def flip(path: Path, at: int = -1) -> None:
+    """Turn one bit of a file round, and keep its size and time."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def both_ways(out: Path, source: Path | None, device: str = "cpu") -> CheckResult:
     """`check_both_ways` of the artifact and the source in two folders."""
-    with Artifact(out) as artifact, open_source(source) as opened:
-        return check_both_ways(artifact, opened)
+    with Artifact(out) as artifact:
+        if source is None:
+            return check_both_ways(artifact, None, device)
+        with open_source(source) as opened:
+            return check_both_ways(artifact, opened, device)
 
 
 def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cpu") -> CheckResult:

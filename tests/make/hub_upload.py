@@ -228,16 +228,16 @@ class BothHubs:
 
 
 @contextmanager
-def serve_both(folder: Path, repo_id: str = "org/source") -> Iterator[BothHubs]:
+def serve_both(folder: Path) -> Iterator[BothHubs]:
     """A Hub that holds one folder as a repo and takes uploads to org/name; `HF_ENDPOINT` is its `url`."""
-    hubs = BothHubs(LocalHub(folder, repo_id), UploadHub())
+    hubs = BothHubs(LocalHub(folder, "org/source"), UploadHub())
 
     class Chosen(BaseHTTPRequestHandler):
         """Answers a request as the Hub that it is for."""
 
         def parse_request(self) -> bool:
             is_whole = super().parse_request()
-            self.__class__ = Source if is_whole and f"/{repo_id}" in self.path else Uploads  # type: ignore[assignment]
+            self.__class__ = Source if is_whole and "/org/source" in self.path else Uploads  # type: ignore[assignment]
             return is_whole
 
     class Source(Chosen, HubHandler):

@@ -35,9 +35,9 @@ LARGEST = {"w13": scale_of(1, "gate_proj"), "w2": scale_of(1, "down_proj")}
 """What they come to: Humming's maximum, in float64."""
 
 
-def as_stored(number: float, dtype: torch.dtype = torch.float32) -> float:
+def as_stored(number: float) -> float:
     """A number as a checkpoint has it."""
-    return torch.tensor(number, dtype=dtype).float().item()
+    return torch.tensor(number).item()
 
 
 def expected() -> dict[str, float]:

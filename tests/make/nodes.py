@@ -30,7 +30,7 @@ NODES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def in_time(call: Callable[[], T], seconds: float = 20) -> T:
+def in_time(call: Callable[[], T]) -> T:
     """What a call gives or raises; AssertionError where it takes longer. A call that waits for ever is left behind."""
     given: list[T] = []
     raised: list[BaseException] = []
@@ -43,8 +43,8 @@ def in_time(call: Callable[[], T], seconds: float = 20) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(20)
     if raised:
         raise raised[0]
-    assert given, f"not done in {seconds} s"
+    assert given, "not done in 20 s"
     return given[0]

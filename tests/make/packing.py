@@ -157,17 +157,12 @@ def fp8(
     return encode
 
 
-def mxfp4(
-    weight: str = "weight", scale: str = "weight_scale", low: int = -12, high: int = -6
-) -> Encoder:
-    """fp4 with a power of two per 32 columns, as bytes; exponents from low to high - 1."""
+def mxfp4(weight: str = "weight", scale: str = "weight_scale") -> Encoder:
+    """fp4 with a power of two per 32 columns, as bytes."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        codes, exponents = (
-            draw.integers(0, 16, n, k),
-            draw.exponents(n, k // 32, low=low, high=high),
-        )
-        exponents[0, 0], exponents[-1, -1] = low + 127, high + 126
+        codes, exponents = draw.integers(0, 16, n, k), draw.exponents(n, k // 32)
+        exponents[0, 0], exponents[-1, -1] = 127 - 12, 127 - 7
         parts = {weight: nibbles(codes), scale: exponents}
         return Stored(parts, E2M1[codes], spread(powers(exponents), n, k))
 

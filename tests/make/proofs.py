@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Published:
         path = RECORDINGS / f"{name}.safetensors"
         save_file(tensors, path, facts)
         path.chmod(0o644)
+
+
+def named(package: str) -> str:
+    """Name and version of an installed package."""
+    return f"{package} {version(package)}"
 
 
 def recording(name: str) -> Published:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,12 @@ from tests.make.proofs import (
     Tensors,
     drawn,
     model_config,
+    named,
     qwen3_moe,
     shape_of,
 )
 
 BOTH, READ = "wrote and read", "read"
-
-
-def _named(package: str) -> str:
-    return f"{package} {version(package)}"
 
 
 # --- compressed-tensors ------------------------------------------------------------------------------------
@@ -97,7 +93,7 @@ def _compressed(storage: str, bits: int, kind: str, strategy: str, weights: Json
     ).model_dump(mode="json")
     sizes = (2 * block[0], block[1]) if block else (HIDDEN, INNER)
     return qwen3_moe(
-        _named("compressed-tensors"),
+        named("compressed-tensors"),
         BOTH,
         quantize,
         {"quantization_config": {**config, "quant_method": "compressed-tensors"}},
@@ -135,7 +131,7 @@ def fp8_written(block: tuple[int, int] | None, **more: Any) -> Callable[[], Publ
             )
 
         return qwen3_moe(
-            _named("transformers"),
+            named("transformers"),
             BOTH,
             quantize,
             {"quantization_config": config},
@@ -162,7 +158,7 @@ def read(
             scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
             return tensors, reader._dequantize_one(codes, scale, torch.float32)
 
-        return qwen3_moe(_named("transformers"), READ, quantize, documents, config=config)
+        return qwen3_moe(named("transformers"), READ, quantize, documents, config=config)
 
     return published
 
@@ -235,7 +231,7 @@ def fp8_ragged() -> Published:
         stored = (weight * 500).to(torch.float8_e4m3fn)
         return {"weight": stored, "weight_scale_inv": scale}, dequantize(stored, scale, args=args)
 
-    package = _named("compressed-tensors")
+    package = named("compressed-tensors")
     return qwen3_moe(package, READ, quantize, configs.fp8_blocks(), hidden=192, inner=144)
 
 
@@ -269,7 +265,7 @@ def mxfp4_gpt_oss() -> Published:
         **model_config(HIDDEN, INNER, "gpt_oss", 2),
         "quantization_config": Mxfp4Config().to_dict(),
     }
-    return Published(_named("transformers"), READ, tensors, {"config.json": config}, values)
+    return Published(named("transformers"), READ, tensors, {"config.json": config}, values)
 
 
 def fused_fp8_channel() -> Published:
@@ -309,7 +305,7 @@ def _fused(
             for role, rows in zip(roles, matrix.chunk(len(roles)), strict=True):
                 values[f"{expert}.{role}"] = rows
     config = {**model_config(HIDDEN, INNER, "qwen3_moe", 2), **quantization}
-    return Published(_named("transformers"), wrote, tensors, {"config.json": config}, values)
+    return Published(named("transformers"), wrote, tensors, {"config.json": config}, values)
 
 
 def bitnet(linear_class: str) -> Callable[[], Published]:
@@ -339,7 +335,7 @@ def bitnet(linear_class: str) -> Callable[[], Published]:
         config = BitNetQuantConfig(
             modules_to_not_convert=["lm_head"], linear_class=linear_class
         ).to_dict()
-        return qwen3_moe(_named("transformers"), BOTH, quantize, {"quantization_config": config})
+        return qwen3_moe(named("transformers"), BOTH, quantize, {"quantization_config": config})
 
     return published
 
@@ -358,16 +354,16 @@ def bitsandbytes(kind: str, nested: bool) -> Callable[[], Published]:
             packed, state = functional.quantize_4bit(
                 weight.bfloat16(), quant_type=kind, compress_statistics=nested
             )
-            named = {
+            state_tensors = {
                 f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()
             }
             state.dtype = torch.float32
-            return {"weight": packed, **named}, functional.dequantize_4bit(packed, state)
+            return {"weight": packed, **state_tensors}, functional.dequantize_4bit(packed, state)
 
         config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
         ).to_dict()
-        return qwen3_moe(_named("bitsandbytes"), BOTH, quantize, {"quantization_config": config})
+        return qwen3_moe(named("bitsandbytes"), BOTH, quantize, {"quantization_config": config})
 
     return published
 
@@ -391,7 +387,7 @@ def humming(**words: Any) -> Callable[[], Published]:
                 return parts, schema.dequant_tensors(parts)
 
         blocks = words.get("weight_scale_group_size_n", 0) > 1
-        package, config = _named("humming-kernels"), configs.humming(**words)
+        package, config = named("humming-kernels"), configs.humming(**words)
         return qwen3_moe(package, BOTH, quantize, config, hidden=256 if blocks else 128, inner=128)
 
     return published

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,16 @@ def write_sparse(model: Published, folder: Path) -> Path:
         if not part:
             break
         shard = f"model-{number:05}.safetensors"
-        _write_shard(folder / shard, part)
+        write_shard(folder / shard, part)
         weight_map |= dict.fromkeys((name for name, *_ in part), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
-def _write_shard(path: Path, tensors: list[tuple[str, str, list[int]]]) -> None:
+def write_shard(
+    path: Path, tensors: list[tuple[str, str, list[int]]], data: Iterable[bytes] = ()
+) -> None:
+    """Write a safetensors file; where there is no data, a hole stands for it."""
     header, end = {}, 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * num_bits(dtype) // 8
@@ -86,4 +89,5 @@ def _write_shard(path: Path, tensors: list[tuple[str, str, list[int]]]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(data)
         file.truncate(8 + len(text) + end)

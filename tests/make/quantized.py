@@ -26,17 +26,12 @@ class Quantized:
 
 
 def quantize(
-    matrices: Sequence[torch.Tensor],
-    schema: WeightSchema,
-    param_dtype: str,
-    powers: Sequence[torch.Tensor] | None = None,
-    **options: Any,
+    matrices: Sequence[torch.Tensor], schema: WeightSchema, param_dtype: str, **options: Any
 ) -> list[Quantized]:
     """Quantize the matrices [N, K] of one expert; see `quantize_stacks`."""
     results = []
-    given = None if powers is None else [one.unsqueeze(0) for one in powers]
     for stack in quantize_stacks(
-        [one.unsqueeze(0) for one in matrices], schema, param_dtype, given, **options
+        [one.unsqueeze(0) for one in matrices], schema, param_dtype, **options
     ):
         tensors = {
             name: tensor[0] if tensor.ndim > 1 else tensor for name, tensor in stack.tensors.items()

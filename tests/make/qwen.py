@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+
+def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:
+    """Change values of a checkpoint's config, or of another JSON file of it."""
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def write_qwen3_moe(

@@ -5,6 +5,7 @@ Activations are quantized by search, with scales laid out as Humming's process_i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 import torch
 
 import hqconv.kernel_layout.fused_moe as moe
+from hqconv.artifact.reader import Artifact
+from hqconv.formats.encoding import resized
+from hqconv.kernel_layout.fused_moe import Gemm, layer_config
 from hqconv.quantization.quantized import rotate
+from hqconv.schemas.grid import tp_slices
+from hqconv.verification import kernel
+from hqconv.verification.result import CheckResult
 from tests.make.activations import NUMBERS, quantize_by_search
 from tests.make.formulas import run_c
 
@@ -156,3 +163,45 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "tuning_entry", lambda *_: {"block_shape": [BLOCK_M]})
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+Damage = Callable[[dict[str, Gemm]], dict[str, Gemm]]
+
+
+def check_kernel(
+    artifact: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: list[dict[str, torch.Tensor]],
+    layers: list[str],
+    damage: Damage = lambda gemms: gemms,
+) -> CheckResult:
+    """Check the kernel on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
+    use(monkeypatch)
+    hidden, inner = experts[0]["w2"].shape
+
+    def load(
+        _: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device
+    ) -> dict[str, Gemm]:
+        schema = artifact.manifest.layer_spec.schema
+        _, begin, end, share = tp_slices(inner, artifact.grid, schema)[tp_rank]
+        mine = [experts[e] for e in artifact.grid.local_experts(len(experts), ep_rank)]
+        stacks = {
+            "w13": [
+                torch.cat([resized(e[role][begin:end], (share, hidden)) for role in ("w1", "w3")])
+                for e in mine
+            ],
+            "w2": [resized(e["w2"][:, begin:end], (hidden, share)) for e in mine],
+        }
+        gemms = {}
+        for gemm, parts in stacks.items():
+            config = layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm])
+            weight, rotation = torch.stack(parts), schema.of(gemm).rotation
+            if rotation:
+                weight = rotate(weight, rotation)
+            gemms[gemm] = Gemm(config, {"weight": weight}, rotation=rotation)
+        return damage(gemms)
+
+    monkeypatch.setattr(kernel, "_load_rank", load)
+    monkeypatch.setattr(kernel, "decoded_experts", lambda *_: (expert for expert in experts))
+    monkeypatch.setattr(kernel, "compile_kernels", lambda *_: None)
+    return kernel.check_kernel(artifact, None, layers, [1, 24], torch.device("cpu"))

@@ -17,7 +17,7 @@ import numpy as np
 
 from hqconv.models.families import FAMILIES
 from hqconv.schemas.tensors import num_bits
-from tests.make.published import Published
+from tests.make.published import Published, write_shard
 
 NUM_EXPERTS = 4
 _SMALL = 32  # of every dimension that is no expert's
@@ -67,7 +67,7 @@ def write_twin(
     (folder / "config.json").write_text(json.dumps(config))
     if model.hf_quant_config:
         (folder / "hf_quant_config.json").write_text(json.dumps(model.hf_quant_config))
-    _write(folder / "model.safetensors", tensors, is_e8m0)
+    write_shard(folder / "model.safetensors", tensors, _data(tensors, is_e8m0))
     return folder
 
 
@@ -135,18 +135,6 @@ def _scaled_config(value: Any, sizes: Sizes, key: str = "") -> Any:
 
 
 # --- bytes -------------------------------------------------------------------------------------------------
-
-
-def _write(path: Path, tensors: list[tuple[str, str, list[int]]], is_e8m0: bool) -> None:
-    header, end = {}, 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * num_bits(dtype) // 8
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for data in _data(tensors, is_e8m0):
-            file.write(data)
 
 
 def _data(tensors: list[tuple[str, str, list[int]]], is_e8m0: bool) -> Iterator[bytes]:

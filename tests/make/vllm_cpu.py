@@ -72,7 +72,7 @@ def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
 
 
 def parallel(
-    tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1, eplb: bool = False
+    tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, eplb: bool = False
 ) -> FusedMoEParallelConfig:
     """One rank, as vLLM counts the ranks of MoE layers."""
     return FusedMoEParallelConfig(
@@ -80,7 +80,7 @@ def parallel(
         tp_rank=tp_rank,
         ep_size=ep,
         ep_rank=ep_rank,
-        dp_size=dp,
+        dp_size=1,
         dp_rank=0,
         pcp_size=1,
         pcp_rank=0,

@@ -40,10 +40,9 @@ QWEN = {
 }
 
 
-def synthetic(
-    layers: int = 2, experts: int = 5, hidden: int = 128, inner: int = 256, dtype: str = "BF16"
-) -> tuple[Any, ExpertMap]:
+def synthetic(layers: int = 2, dtype: str = "BF16") -> tuple[Any, ExpertMap]:
     """What planning sees of a Qwen3-MoE checkpoint: names, shapes, sizes; there are no files."""
+    experts, hidden, inner = 5, 128, 256
     tensors: dict[str, TensorRef] = {}
     width = num_bits(dtype) // 8
 
@@ -64,7 +63,7 @@ def synthetic(
     words = {
         "num_hidden_layers": layers,
         "num_experts": experts,
-        "num_experts_per_tok": min(2, experts),
+        "num_experts_per_tok": 2,
         "hidden_size": hidden,
         "moe_intermediate_size": inner,
     }
@@ -198,17 +197,6 @@ def refused(*args: Any, **words: Any) -> str:
 )
 def test_other_refusals(words: dict[str, Any], needle: str) -> None:
     assert needle in refused(synthetic(), **words)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_schema_can_be_planned_or_is_refused(name: str, dtype: str) -> None:
-    """No assertion of Humming's reaches the user, in either layout."""
-    for layout in ("kernel", "checkpoint"):
-        try:
-            plan_of(synthetic(1, 3), name, layout=layout, param_dtype=dtype)
-        except RequestError as error:
-            assert "no kernel" in str(error)  # noqa: PT017
 
 
 # --- the rest ----------------------------------------------------------------------------------------------

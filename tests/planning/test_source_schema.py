@@ -22,9 +22,9 @@ from tests.make import conversions
 from tests.make.formats import write
 
 
-def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> WeightSchema:
+def schema_of(folder: Path, tp: int) -> WeightSchema:
     with open_source(folder) as source:
-        (schema,) = set(source_schemas(source.map_experts().layers, dtype, Grid(tp)).values())
+        (schema,) = set(source_schemas(source.map_experts().layers, "bfloat16", Grid(tp)).values())
         return schema
 
 

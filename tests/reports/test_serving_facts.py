@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.engine import AttentionHeads, attention_heads
 from tests.make.command import call
-from tests.make.qwen import write_qwen3_moe
+from tests.make.qwen import set_config, write_qwen3_moe
 
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
 
@@ -22,13 +21,8 @@ HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
 def write(folder: Path, config: dict[str, Any] | None = None, **sizes: int) -> Path:
     """A checkpoint with attention of 16 heads and 4 KV heads, whose experts 12 ranks can share."""
     write_qwen3_moe(folder, hidden_size=128, intermediate_size=32 * 12, **sizes)
-    edit(folder, lambda own: {**own, **HEADS, **(config or {})})
+    set_config(folder, **{**HEADS, **(config or {})})
     return folder
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 # --- attention heads ---------------------------------------------------------------------------------------
@@ -59,11 +53,11 @@ def test_sizes_that_work_share_the_heads(tmp_path: Path) -> None:
     found = hqconv.inspect(model)
     assert found["attention"] == {"num_heads": 16, "num_kv_heads": 4}
     assert found["tp_sizes"]["mxfp4"] == [1, 2, 4]
-    edit(model, lambda config: {key: value for key, value in config.items() if key not in HEADS})
+    set_config(model, **dict.fromkeys(HEADS))
     found = hqconv.inspect(model)
     assert found["attention"] == {}
     assert found["tp_sizes"]["mxfp4"] == [1, 2, 3, 4, 6, 12]
-    edit(model, lambda config: {**config, "text_config": {**HEADS, "num_attention_heads": 12}})
+    set_config(model, text_config={**HEADS, "num_attention_heads": 12})
     sizes = hqconv.inspect(model)["tp_sizes"]["mxfp4"]
     assert sizes == [1, 2, 4, 12]  # 12 ranks repeat each KV head 3 times
     with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 4, 12\."):

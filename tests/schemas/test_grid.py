@@ -85,15 +85,6 @@ def test_homes_is_the_exact_inverse_of_local_experts(num_experts: int, grid: Gri
     assert set(backwards) == forwards
 
 
-def test_literal_placements() -> None:
-    assert [Grid(ep=3).local_experts(8, r) for r in range(3)] == [(0, 1, 2), (3, 4, 5), (6, 7)]
-    robin = Grid(ep=3, placement=ROUND_ROBIN)
-    assert [robin.local_experts(8, r) for r in range(3)] == [(0, 3, 6), (1, 4, 7), (2, 5)]
-    copies = Grid(ep=2, redundant=4)
-    assert [copies.local_experts(3, r) for r in range(2)] == [(0, 1, 2, 0), (1, 2, 0)]
-    assert Grid(tp=2, ep=3).ranks == ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
-
-
 @given(name=st.sampled_from(SCHEMAS), tp=st.integers(1, 16), runs=st.integers(1, 60))
 def test_tp_ranges_tile_the_dimension(name: str, tp: int, runs: int) -> None:
     """Every rank's part is a whole number of runs and at most its share; the shares of the first ranks are full."""

@@ -107,22 +107,6 @@ def test_a_wheel_says_who_made_it_and_what_it_needs(wheel: dict[str, bytes]) -> 
     found = metadata(wheel)
     assert (found["Name"], found["Version"]) == ("hqconv", hqconv.__version__)
     assert f"\n## {hqconv.__version__}\n" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
-    for key in [
-        "Author",
-        "Summary",
-        "Keywords",
-        "License-Expression",
-        "License-File",
-        "Requires-Python",
-    ]:
-        assert found[key], key
-    classifiers = found.get_all("Classifier", [])
-    assert "Typing :: Typed" in classifiers
-    assert "Operating System :: POSIX :: Linux" in classifiers
-    assert all(" :: " in text for text in classifiers)
-    urls = [text.split(", ")[1] for text in found.get_all("Project-URL", [])]
-    assert urls
-    assert all(url.startswith("https://") for url in urls)
     assert found["Description-Content-Type"] == "text/markdown"
 
 

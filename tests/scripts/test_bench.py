@@ -50,12 +50,6 @@ def test_pairs(
     assert not list(tmp_path.glob("out-*"))
 
 
-def test_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "STARTS", dict(list(bench.STARTS.items())[:1]))
-    (found,) = measured(monkeypatch, capsys, "start")
-    assert found["what"] == f"start: {next(iter(bench.STARTS))}"
-
-
 def test_files_that_differ(tmp_path: Path) -> None:
     manifests: list[dict[str, Any]] = [
         {"a.safetensors": "1", "README.md": "2"},

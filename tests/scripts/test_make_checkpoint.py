@@ -42,9 +42,7 @@ def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str) -> Non
     assert tokenizer("a <s> </s>")["input_ids"] == [0, 1, 2]
 
 
-def test_values_depend_on_seed_and_name_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_depend_on_names_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = load(make(tmp_path / "a"))
     monkeypatch.setattr(make_checkpoint, "NUM_THREADS", 3)
     other_shards = load(make(tmp_path / "b", "--shard-size", "100KB"))
@@ -52,8 +50,6 @@ def test_values_depend_on_seed_and_name_only(
     assert all(torch.equal(base[name], other_shards[name]) for name in base)
     deeper = load(make(tmp_path / "c", "--layers", "3"))
     assert all(torch.equal(base[name], deeper[name]) for name in base)
-    reseeded = load(make(tmp_path / "d", "--seed", "1"))
-    assert not any(torch.equal(base[name], reseeded[name]) for name in base)
     digests = {tensor.view(torch.uint8).numpy().tobytes() for tensor in base.values()}
     assert len(digests) == len(base)
 

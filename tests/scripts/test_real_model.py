@@ -34,7 +34,7 @@ def test_the_experts_are_the_dense_model_and_artifacts_take_their_place(tmp_path
     dense = tiny_llama()
     tokens = torch.randint(0, 97, (2, 33))
     expected = dense(tokens).logits
-    model = real_model.with_experts(dense.config, dict(dense.state_dict()), 4)
+    model = real_model.with_experts(dense.config, dict(dense.state_dict()))
     model.save_pretrained(tmp_path / "model")
     model = model.float().eval()
     torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=0)

@@ -63,12 +63,6 @@ def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
     assert (caught.value.where, caught.value.expected) == (str(copy), NAME)
 
 
-def test_of_a_repo_the_manifest_comes_alone(out: Path, hub: LocalHub, cache: Path) -> None:
-    view = open_artifact_view(ArtifactLocation("org/name"))
-    assert view.layers == open_artifact_view(ArtifactLocation(str(out))).layers
-    assert hub.fetched == cached(cache) == {"hqconv.json"}
-
-
 def test_then_the_files_of_this_rank_and_no_others(out: Path, hub: LocalHub, cache: Path) -> None:
     """At once, when the first of them is wanted; then nothing more is asked."""
     view, loader = open_artifact_view(ArtifactLocation("org/name")), ParameterLoader()

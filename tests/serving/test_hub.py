@@ -71,9 +71,9 @@ def take_copied_tensors(**words: Any) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def make_layers(out: Path, num_layers: int, rank: int, name: str = NAME) -> list[Any]:
+def make_layers(out: Path, num_layers: int, rank: int) -> list[Any]:
     """All layers of experts of one rank, made and loaded. config.json vLLM has before it knows of a method."""
-    config, method = json.loads((out / "config.json").read_text()), open_config(out, name)
+    config, method = json.loads((out / "config.json").read_text()), open_config(out, NAME)
     sizes = {"num_experts": config["num_experts"], "hidden": 256, "inter": 256}
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(num_layers)]
     layers = [

@@ -20,6 +20,7 @@ from hqconv.schemas.options import load_recipe
 from tests.make import configs, conversions, layouts, packing
 from tests.make.formats import FORMATS, Written, write
 from tests.make.layouts import Block, plain
+from tests.make.qwen import set_config
 from tests.make.spec import FormatSpec
 
 V4, MTP = "layers.{}.ffn.experts", "mtp.0.ffn.experts"
@@ -72,7 +73,7 @@ def _with_mtp(folder: Path) -> Mixed:
         folder,
         lambda tensors: {name.replace("layers.2.", "mtp.0."): t for name, t in tensors.items()},
     )
-    reword(folder, num_hidden_layers=2)
+    set_config(folder, num_hidden_layers=2)
     return Mixed(folder, truth, {V4.format(0): "nvfp4", V4.format(1): "nvfp4", MTP: "mxfp4"})
 
 
@@ -98,11 +99,6 @@ def rewrite(
 ) -> None:
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, {"format": "pt"})
-
-
-def reword(folder: Path, **words: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **words}))
 
 
 @pytest.fixture(scope="module", params=[_with_mtp, _with_plain], ids=["mtp", "plain"])
@@ -194,7 +190,7 @@ def test_the_checkpoint_layout_refuses_what_it_cannot_say(tmp_path: Path) -> Non
             if not all(part in name for part in dropped)
         },
     )
-    reword(mixed.folder, num_hidden_layers=2)
+    set_config(mixed.folder, num_hidden_layers=2)
     with pytest.raises(RequestError, match="cannot say that these experts are left") as caught:
         conversions.run(mixed.folder, tmp_path / "out", "source", layout="checkpoint")
     assert "mtp.layers.0.mlp.experts" in str(caught.value)

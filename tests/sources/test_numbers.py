@@ -19,7 +19,7 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.opening import open_source
 from tests.make.conversions import write_manifest
 from tests.make.nodes import in_time
-from tests.make.qwen import write_qwen3_moe
+from tests.make.qwen import set_config, write_qwen3_moe
 from tests.make.small import GPT_OSS
 
 HUGE = (10**9, 10**30, 10**4000, -(10**30))
@@ -73,8 +73,7 @@ def test_ranks_are_bounded(tp: int, ep: int) -> None:
 
 def with_config(model: Path, folder: Path, **words: Any) -> Path:
     shutil.copytree(model, folder)
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **words}))
+    set_config(folder, **words)
     return folder
 
 

@@ -25,7 +25,7 @@ from hqconv.verification.weights import check_weights
 from tests.make import small
 from tests.make.artifacts import SOURCES, make_source
 from tests.make.conversions import run
-from tests.make.damage import GIB, LAYER, Damaged, assert_same_figures, check_both_ways
+from tests.make.damage import GIB, LAYER, Damaged, assert_same_figures, both_ways
 from tests.make.matrices import SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 
@@ -48,14 +48,6 @@ def make(src: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return folder
 
     return out
-
-
-def both_ways(out: Path, source: Path | None, device: str = "cpu") -> CheckResult:
-    with Artifact(out) as artifact:
-        if source is None:
-            return check_both_ways(artifact, None, device)
-        with open_source(source) as opened:
-            return check_both_ways(artifact, opened, device)
 
 
 def batched(out: Path, source: Path, memory: int = GIB, **options: Any) -> CheckResult:

@@ -154,12 +154,6 @@ def test_links_are_followed_to_files_and_not_to_folders(copy: Damaged, tmp_path:
     assert [f.where for f in files_of(copy).findings] == ["more"]
 
 
-@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_missing_file(copy: Damaged, path: str) -> None:
-    (copy.root / path).unlink()
-    found(files_of(copy), path, "missing")
-
-
 def test_every_problem_is_listed_up_to_a_number(copy: Damaged) -> None:
     for i in range(MAX_PER_KIND + 7):
         (copy.root / f"stray-{i:03}").touch()

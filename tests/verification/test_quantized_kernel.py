@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.artifact.reader import Artifact
-from hqconv.formats.encoding import resized
-from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, load_gemm
 from hqconv.kernel_layout.transform import kernel_form, why_not
-from hqconv.quantization.quantized import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import GROUPS, Grid, tp_slices
+from hqconv.schemas.grid import GROUPS, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification import kernel as module
@@ -33,6 +30,7 @@ from scripts.check_gpu import SCHEMAS
 from tests.make import standin
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.models import save_model
+from tests.make.standin import Damage
 
 NUM_EXPERTS, HIDDEN, INNER = 4, 256, 128
 LAYER = "model.layers.0.mlp.experts"
@@ -139,43 +137,11 @@ def small(tmp_path: Path, inputs: str, schema: str, grid: Grid, inner: int = 2 *
     return Artifact(tmp_path / "out")
 
 
-Damage = Callable[[dict[str, Gemm]], dict[str, Gemm]]
-
-
 def checked(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms
 ) -> CheckResult:
-    """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
-    standin.use(monkeypatch)
-    inner = artifact.layers[LAYER].intermediate_size
-    weights = experts(inner)
-
-    def load(
-        _: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device
-    ) -> dict[str, Gemm]:
-        schema = artifact.manifest.layer_spec.schema
-        _, begin, end, share = tp_slices(inner, artifact.grid, schema)[tp_rank]
-        mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
-        stacks = {
-            "w13": [
-                torch.cat([resized(e[role][begin:end], (share, HIDDEN)) for role in ("w1", "w3")])
-                for e in mine
-            ],
-            "w2": [resized(e["w2"][:, begin:end], (HIDDEN, share)) for e in mine],
-        }
-        gemms = {}
-        for gemm, parts in stacks.items():
-            config = layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm])
-            weight, rotation = torch.stack(parts), schema.of(gemm).rotation
-            if rotation:
-                weight = rotate(weight, rotation)
-            gemms[gemm] = Gemm(config, {"weight": weight}, rotation=rotation)
-        return damage(gemms)
-
-    monkeypatch.setattr(module, "_load_rank", load)
-    monkeypatch.setattr(module, "decoded_experts", lambda *_: (expert for expert in weights))
-    monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
-    return module.check_kernel(artifact, None, [LAYER], [1, 24], torch.device("cpu"))
+    weights = experts(artifact.layers[LAYER].intermediate_size)
+    return standin.check_kernel(artifact, monkeypatch, weights, [LAYER], damage)
 
 
 @pytest.mark.sampled(3)

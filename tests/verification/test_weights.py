@@ -126,13 +126,6 @@ def test_an_exact_conversion_has_no_noise(src: Path, tmp_path: Path) -> None:
 # --- choices -----------------------------------------------------------------------------------------------
 
 
-def test_only_the_layers_asked_for(src: Path, tmp_path: Path) -> None:
-    run(src, tmp_path / "out", "mxfp4")
-    result = weights_of(tmp_path / "out", src, layers={1})
-    assert list(result.measured) == ["model.layers.1.mlp.experts"]
-    assert result.notes == ["1 of 2 layers compared with the source", "on the CPU"]
-
-
 def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4")
     with pytest.raises(RequestError, match="does not fit"):

@@ -33,7 +33,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.translation import PREQUANTIZED
 from hqconv.warm.compile_kernels import compute_settings, kernel_activation, warm
 from hqconv.warm.gpus import KNOWN
-from hqconv.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
+from hqconv.warm.kernel_store import MANIFEST, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -139,12 +139,6 @@ def test_an_interrupted_run_lists_nothing(artifact: Path, compiler: Any, tmp_pat
     assert not (folder / MANIFEST).exists()
     compiler._compile = good
     warm(artifact, gpu="h200", kernels=folder, jobs=2)
-
-
-def test_beside_the_artifact_by_default(artifact: Path, compiler: Any) -> None:
-    document = warm(str(artifact), gpu="h200")
-    assert document["folder"] == str(folder_beside(artifact)) == f"{artifact}-kernels"
-    assert hqconv.verify(artifact, checks=("files",)).passed
 
 
 REFUSED: dict[str, tuple[dict[str, str | None], type[HqconvError], str]] = {
