@@ -41,7 +41,7 @@ _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which e
 
 
 # Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
-# weight and column, with 65,536 tokens (two busy cores, models of 31M and 25M weights; one H200, docs/examples/models.md).
+# weight and column, with 65,536 tokens (two busy cores, 31M and 25M weights; one H200, docs/examples/models.md).
 _CPU_BYTE_S = 1.6e-9
 _GPU_BYTE_S = 1.3e-10
 _CPU_CALIBRATED_S = 1.0e-8
