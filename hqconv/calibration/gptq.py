@@ -45,7 +45,13 @@ from hqconv.quantization.group_scales import (
 )
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, rotate
-from hqconv.quantization.scale_search import candidate_scales, least_byte, magnitude_bytes
+from hqconv.quantization.scale_search import (
+    candidate_scales,
+    ladder_of,
+    least_byte,
+    magnitude_bytes,
+    stepped,
+)
 from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
@@ -407,12 +413,26 @@ class _ScaleChoice:
             return scales_under(self.start.second, highest, lowest, self.schema, self.param_dtype)
         return nearest_scales(highest, lowest, self.schema, self.param_dtype).scales
 
-    def candidates(self, present: GroupScales, target: torch.Tensor) -> GroupScales:
-        """Return the scales to try for a group [E, N, S] as [C, E, N, 1]: the present ones, and its own."""
+    def neighbours(self, scales: GroupScales) -> list[GroupScales]:
+        """Return the scales one step above and below others [E, N, G]; these where there are none."""
+        if self.schema.has_zero_point or not self.is_free:
+            return []
+        ladder = ladder_of(self.schema, self.param_dtype)
+        neighbours = []
+        for step in (2, -1):
+            steps = torch.full_like(scales.scale, step, dtype=torch.int32)
+            tried, exists = stepped(scales, steps, ladder)
+            neighbours.append(tried.where(exists & self.is_allowed(tried), scales))
+        return neighbours
+
+    def candidates(
+        self, present: GroupScales, neighbours: list[GroupScales], target: torch.Tensor
+    ) -> GroupScales:
+        """Return the scales to try for a group [E, N, S] as [C, E, N, 1]: the present ones, its own, and neighbours."""
         candidates = [present]
         if self.is_free:
             own = self.nearest(target)
-            candidates.append(own.where(self.is_allowed(own), present))
+            candidates += [own.where(self.is_allowed(own), present), *neighbours]
         return _stacked(candidates)
 
     def fitted(
@@ -606,6 +626,7 @@ class _Sweep:
         numbers, values, scales = solution.numbers, solution.values, solution.scales
         error = self.weights - values
         num_scales = scales.scale.size(2)
+        neighbours = choice.neighbours(scales)
         swept_scales = []
         loss = torch.zeros_like(solution.loss)
         for begin in range(0, num_columns, self.width):
@@ -624,7 +645,8 @@ class _Sweep:
                 )
                 pulled = _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
                 target = present + pulled
-                candidates = choice.candidates(present_scales, target)
+                beside = [_group(neighbour, group) for neighbour in neighbours]
+                candidates = choice.candidates(present_scales, beside, target)
                 rounded, rounded_scales = self._rounded(target, candidates, factor)
                 if is_first:
                     wins = torch.ones_like(rounded.loss, dtype=torch.bool).unsqueeze(2)
