@@ -189,7 +189,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "own: an activation's numbers in words": (
         with_own(activation_parameters={"limit": "2"}),
-        "activation_parameters",
+        "model.layers.0.mlp.experts",
     ),
     "weights of none": (lambda w: w.update(weight_schema={}), "weight_schema"),
     "weights of another type": (

@@ -186,7 +186,6 @@ def test_declared_codes_and_stored_codes() -> None:
         (ALL["gptq-int4-zp"].declared, 12, 64, "multiple of 8"),
         (ALL["awq"].declared, 12, 64, "multiple of 8"),
         (ALL["bitnet"].declared, 16, 20, "multiple of 16"),
-        (replace(ALL["ct-int4-channel"].declared, b_dtype=""), 32, 32, "uint8"),
     ],
 )
 def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, text: str) -> None:
