@@ -71,7 +71,7 @@ class _Limits:
 # Set by measurements of healthy and of broken servers: docs/serving.md.
 _LIMITS = _Limits(2.0, 0.001, 3.0, 0.02)
 _LIMITS_OF_QUANTIZED_INPUTS = _Limits(4.0, 0.02, 4.0, 0.2)
-_OWN_TOKENS = 0.75  # of the limit of the mean, for prompts whose noise is known
+_KNOWN_NOISE = 0.75  # of the limit of the mean, for prompts whose noise is known
 _MAX_SHARE = 0.003  # of tokens beyond the limit of one
 _MIN_COUNT = 3  # of such tokens; so few are right in any case
 _ANSWER_NOISE = 0.5  # of greedy answers, whose tokens are likely, in noise of the text's
@@ -462,7 +462,7 @@ class _Check:
         sizes = np.abs(differences)
         mean_limit, token_limit = self._limits.of(noise)
         if name in ("prefill_alone", "prefill_together"):
-            mean_limit *= _OWN_TOKENS
+            mean_limit *= _KNOWN_NOISE
         is_wrong = sizes > token_limit
         share, mean = is_wrong.mean(), sizes.mean()
         fails = mean > mean_limit or (share > _MAX_SHARE and is_wrong.sum() > _MIN_COUNT)
@@ -507,7 +507,7 @@ class _Check:
         is_other = is_known and beta - _NUM_ERRORS * error > _MAX_BETA
         if alone["status"] == "fail":
             is_other = is_other and explained > _MIN_EXPLAINED
-        is_source = is_other and np.abs(rest).mean() <= alone["mean_limit"] / _OWN_TOKENS
+        is_source = is_other and np.abs(rest).mean() <= alone["mean_limit"] / _KNOWN_NOISE
         whose = "source" if is_source else "another quantization" if is_other else "artifact"
         if not is_known or (alone["status"] == "fail" and not is_other):
             whose = "unknown"

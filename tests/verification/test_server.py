@@ -91,6 +91,10 @@ def test_a_healthy_server_passes_with_all_requests(models: Models) -> None:
     assert report.passed, result.findings
     assert set(result.measured) == {*check._CONDITIONS, "identity"}
     assert result.measured["identity"]["whose"] == "artifact"
+    for name, factor in (("prefill_together", 0.75), ("prefill_short", 1), ("prefill_long", 1)):
+        figures = result.measured[name]
+        limit = factor * (2 * figures["noise_mean"] + 0.001)  # docs/serving.md
+        assert figures["mean_limit"] == pytest.approx(limit)
     assert server.most_in_flight == 64
     assert len(server.requests) == 1 + 32 + 32 + 64 + 1 + 2 * 8 + 2 * 64
     assert set(server.paths) == {"/v1/models", "/v1/completions"}
