@@ -63,7 +63,9 @@ def examples_of(tokenizer: Any, question: dict[str, Any]) -> list[Example]:
 def batches(examples: Sequence[Example]) -> Iterator[list[int]]:
     """Yield indices of examples of about the same length."""
     batch: list[int] = []
-    for index in sorted(range(len(examples)), key=lambda index: len(examples[index].ids)):
+    for index in sorted(
+        range(len(examples)), key=lambda i: (len(examples[i].ids), examples[i].first)
+    ):
         if batch and len(examples[index].ids) * (len(batch) + 1) > BATCH_TOKENS:
             yield batch
             batch = []
@@ -73,10 +75,16 @@ def batches(examples: Sequence[Example]) -> Iterator[list[int]]:
 
 
 def log_probabilities(model: Any, examples: Sequence[Example]) -> torch.Tensor:
-    """Return the log-probabilities [B, T - 1, V] of every token after the first of each example."""
+    """Return the log-probabilities [B, T, V] of the tokens behind `start_of` these examples."""
     ids = padded(examples).to(model.device)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    kept = ids.size(1) - start_of(examples) + 1
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits
     return logits[:, :-1].log_softmax(-1)
+
+
+def start_of(examples: Sequence[Example]) -> int:
+    """Return the first token that counts in any example."""
+    return min(one.first for one in examples)
 
 
 def padded(examples: Sequence[Example]) -> torch.Tensor:
@@ -88,12 +96,12 @@ def padded(examples: Sequence[Example]) -> torch.Tensor:
 
 
 def is_answer(examples: Sequence[Example]) -> torch.Tensor:
-    """Return which tokens after the first of each example count, bool [B, T - 1]."""
+    """Return which tokens behind `start_of` these examples count, bool [B, T]."""
     first, end = (
-        torch.tensor(numbers)[:, None] - 1
+        torch.tensor(numbers)[:, None]
         for numbers in ([one.first for one in examples], [len(one.ids) for one in examples])
     )
-    places = torch.arange(int(end.max()))
+    places = torch.arange(start_of(examples), int(end.max()))
     return (places >= first) & (places < end)
 
 
@@ -103,7 +111,7 @@ def answers(model: Any, questions: Sequence[Sequence[Example]]) -> list[int]:
     scores = torch.zeros(len(examples), dtype=torch.float64)
     for batch in batches(examples):
         some = [examples[index] for index in batch]
-        wanted = padded(some)[:, 1:, None].to(model.device)
+        wanted = padded(some)[:, start_of(some) :, None].to(model.device)
         found = log_probabilities(model, some).gather(2, wanted)[:, :, 0].double().cpu()
         num_bytes = torch.tensor([one.num_bytes for one in some])
         scores[batch] = torch.where(is_answer(some), found, 0.0).sum(1) / num_bytes
@@ -111,16 +119,19 @@ def answers(model: Any, questions: Sequence[Sequence[Example]]) -> list[int]:
     return [int(choices.argmax()) for choices in of_question]
 
 
-def divergence(base: Any, model: Any, examples: Sequence[Example]) -> tuple[float, float]:
-    """Return the mean KL divergence of a model from `base` over the examples, and its standard error."""
-    means = torch.zeros(len(examples), dtype=torch.float64)
+def divergences(
+    base: Any, models: Sequence[Any], examples: Sequence[Example]
+) -> list[tuple[float, float]]:
+    """Return each model's mean KL divergence from `base` over the examples, and its standard error."""
+    means = torch.zeros(len(models), len(examples), dtype=torch.float64)
     for batch in batches(examples):
         some = [examples[index] for index in batch]
-        wanted, found = log_probabilities(base, some), log_probabilities(model, some)
-        each = (wanted.exp() * (wanted - found)).sum(-1).double().cpu()
-        counts = is_answer(some)
-        means[batch] = torch.where(counts, each, 0.0).sum(1) / counts.sum(1)
-    return float(means.mean()), float(means.std() / math.sqrt(len(means)))
+        wanted, counts = log_probabilities(base, some), is_answer(some)
+        for row, model in zip(means, models, strict=True):
+            found = log_probabilities(model, some)
+            each = (wanted.exp() * (wanted - found)).sum(-1).double().cpu()
+            row[batch] = torch.where(counts, each, 0.0).sum(1) / counts.sum(1)
+    return [(float(row.mean()), float(row.std() / math.sqrt(len(row)))) for row in means]
 
 
 def share(flags: Sequence[bool]) -> str:
@@ -156,18 +167,21 @@ def main() -> None:
     with torch.inference_mode():
         base = load(args.model, device=args.device)
         of_base = answers(base, questions)
-        for out in [None, *args.outs]:
-            model = base if out is None else load(args.model, out, args.device)
-            found = of_base if out is None else answers(model, questions)
+        models = [load(args.model, out, args.device) for out in args.outs]
+        figures = [(0.0, 0.0), *divergences(base, models, worked)]
+        for out, model, (mean, error) in zip(
+            [args.model, *args.outs], [base, *models], figures, strict=True
+        ):
+            found = of_base if model is base else answers(model, questions)
             right, flips = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
             for line, choice, before in zip(lines, found, of_base, strict=True):
                 for suite in (line["suite"], "all"):
                     right[suite].append(choice == line["answer"])
                     flips[suite].append(choice != before)
-            mean, error = divergence(base, model, worked)
-            print(f"{out or args.model}: KL on worked answers {mean:.5f} ± {error:.5f}", flush=True)
+            print(f"{out}: KL on worked answers {mean:.5f} ± {error:.5f}")
             for suite in sorted(right):
                 print(f"  {suite}: accuracy {share(right[suite])} %, flips {share(flips[suite])} %")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
