@@ -38,10 +38,8 @@ def test_a_read_only_home_and_installation(tmp_path: Path) -> None:
         str(model),
         "-o",
         str(tmp_path / "out"),
-        "--schema",
-        "int4",
-        "--target",
-        "sm90",
+        "--schema=int4",
+        "--target=sm90",
         "-q",
     ]
     done = subprocess.run(

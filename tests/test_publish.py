@@ -31,18 +31,7 @@ from tests.make.hub_upload import BothHubs, Stored, serve_both
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
-OPTIONS = [
-    "--schema",
-    "mxfp4",
-    "--target",
-    "sm90",
-    "--tp",
-    "2",
-    "--device",
-    "cpu",
-    "--threads",
-    "2",
-]
+OPTIONS = ["--schema=mxfp4", "--target=sm90", "--tp=2", "--device=cpu", "--threads=2"]
 REQUEST: dict[str, Any] = {"target": "sm90", "tp": 2, "device": "cpu", "threads": 2}
 
 

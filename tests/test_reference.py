@@ -56,16 +56,7 @@ def make_artifacts(folder: Path) -> None:
     run(src, folder / "kernel", "mxfp4", Grid(2))
     run(src, folder / "checkpoint", "int4", layout="checkpoint", source_digests=True)
     (folder / "mixed.toml").write_text(MIXED)
-    options = (
-        "--config",
-        folder / "mixed.toml",
-        "--schema",
-        "fp8",
-        "--device",
-        "cpu",
-        "--cuda",
-        "13.0",
-    )
+    options = ("--config", folder / "mixed.toml", "--schema=fp8", "--device=cpu", "--cuda=13.0")
     call("convert", src, "-o", folder / "mixed", *options, "--dtype", "float16", "--target", "sm89")
     run(small.save(folder / "scaled", scales()), folder / "static", schema, input_schema=inputs)
     run(src, folder / "searched", "int4-g32", quantizer="mse")

@@ -782,7 +782,8 @@ class ShownProgress:
         self._tasks: dict[str, TaskID] = {}  # by check
         self._bar: Bar | None = None
         if not quiet and sys.stderr.isatty():
-            name = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            rest = Column(no_wrap=True, ratio=1)  # or a long name would wrap the columns before it
+            name = TextColumn("{task.description}", markup=False, table_column=rest)
             self._bar = Bar(
                 BarColumn(12),
                 DownloadColumn(),
@@ -790,6 +791,7 @@ class ShownProgress:
                 name,
                 console=Console(stderr=True, markup=False, highlight=False),
                 transient=True,
+                expand=True,
                 refresh_per_second=4,
             )
 

@@ -303,14 +303,7 @@ def test_convert_tells_of_scales_that_underflowed(tmp_path: Path) -> None:
 
     for share, is_told in ((0, False), (25, True)):
         done = call(
-            "convert",
-            lose(share),
-            "-o",
-            tmp_path / f"out{share}",
-            "--schema",
-            "int4",
-            "--device",
-            "cpu",
+            "convert", lose(share), "-o", tmp_path / f"out{share}", "--schema=int4", "--device=cpu"
         )
         assert done.exit_code == 0, done.stderr
         assert ("scales are 0 above codes" in done.stderr) == is_told, done.stderr

@@ -19,18 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
     done = call(
-        "convert",
-        model,
-        "-o",
-        out,
-        "--schema",
-        "mxfp4",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        "--tp",
-        2,
+        "convert", model, "-o", out, "--schema=mxfp4", "--target=sm90", "--device=cpu", "--tp=2"
     )
     assert done.exit_code == 0, done.stderr
     return out

@@ -24,7 +24,7 @@ from tests.make.stopping import without_progress
 
 
 def convert(model: Path, out: Path, *more: object) -> Any:
-    return call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "sm90", *more)
+    return call("convert", model, "-o", out, "--schema=mxfp4", "--target=sm90", *more)
 
 
 # --- options and values ------------------------------------------------------------------------------------
@@ -150,12 +150,12 @@ def test_without_a_gpu_the_target_is_sm90(
     monkeypatch.setattr("hqconv.conversion.option_values.has_driver", lambda: False)
     monkeypatch.chdir(tmp_path)
     line = "Target sm90 (H100, H200), since this machine has no GPU; choose another with --target, e.g. --target l40s."
-    done = call("convert", model, "--schema", "int4", "--json")
+    done = call("convert", model, "--schema=int4", "--json")
     assert (done.exit_code, without_progress(done.stderr)) == (0, f"{line}\n")
     assert json.loads(done.stdout)["target"] == "sm90"
     assert (tmp_path / f"{model.name}-int4").is_dir()
-    for more, lines in (((), [line]), (("-q",), []), (("--target", "l40s"), [])):
-        planned = call("convert", model, "--schema", "int4", "-o", "new", "--dry-run", *more)
+    for more, lines in (((), [line]), (("-q",), []), (("--target=l40s",), [])):
+        planned = call("convert", model, "--schema=int4", "-o", "new", "--dry-run", *more)
         assert (planned.exit_code, planned.stderr.splitlines()) == (0, lines)
 
 
@@ -241,11 +241,11 @@ def test_human_units() -> None:
 
 
 def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
-    result = call("verify", made, "--source", model, "--device", "cpu")
+    result = call("verify", made, "--source", model, "--device=cpu")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith(f"PASS  files, weights against {model}")
     assert "SKIPPED" in result.stdout
-    alone = call("verify", made, "--device", "cpu", "--checks", "files,weights", "--layers", "0")
+    alone = call("verify", made, "--device=cpu", "--checks", "files,weights", "--layers", "0")
     assert alone.exit_code == 0
     assert alone.stdout.splitlines()[-1] == "PASS  files, weights, without the source"
     assert "against the source" not in alone.stdout  # no table without rows
@@ -258,7 +258,7 @@ def test_another_source_is_said_first_and_in_short(made: Path, tmp_path: Path) -
         sizes: "The source is another one than the artifact was converted from.",
         weights: "No expert has the source's weights",
     }.items():
-        command = ("verify", made, "--source", source, "--device", "cpu", "--checks", "weights")
+        command = ("verify", made, "--source", source, "--device=cpu", "--checks", "weights")
         shown = call(*command)
         (found,) = (line for line in shown.stdout.splitlines() if line.startswith("  ✗"))
         assert (shown.exit_code, found.startswith(f"  ✗ --source: {what}")) == (1, True)

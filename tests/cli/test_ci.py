@@ -24,7 +24,7 @@ from tests.make.command import call
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
-OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
+OPTIONS = ("--schema=mxfp4", "--target=sm90", "--device=cpu")
 PARTS = ("what", "where", "expected", "found", "remedy")
 LAYER = "model.layers.0.mlp.experts"
 
@@ -243,7 +243,7 @@ def test_every_reader_sees_an_altered_manifest(model: Path, made: Path, tmp_path
         assert message in refused(*command, code=1)["what"], command
     assert not page.exists()
     for checks in ("files", "weights"):
-        document = answer("verify", out, "--checks", checks, "--device", "cpu", code=1)
+        document = answer("verify", out, "--checks", checks, "--device=cpu", code=1)
         found = [finding["what"] for finding in document["checks"][checks]["findings"]]
         assert len([what for what in found if message in what]) == 1
 
@@ -264,7 +264,7 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     within = answer(*request, worst["relative_error"], "--resume")
     assert within["over_max_error"] == []
 
-    verify = ("verify", made, "--device", "cpu", "--source", model)
+    verify = ("verify", made, "--device=cpu", "--source", model)
     limit = more[0]["relative_error"]
     document = answer(*verify, "--max-error", limit, code=1)
     check = document["checks"]["max_error"]
@@ -296,7 +296,7 @@ def test_a_limit_that_cannot_be_judged_is_not_kept() -> None:
 
 # --- what no server runs -----------------------------------------------------------------------------------
 
-UNSERVED = ("--schema", "fp8-e5m2", "--dtype", "float16", "--target", "sm90", "--device", "cpu")
+UNSERVED = ("--schema=fp8-e5m2", "--dtype", "float16", "--target=sm90", "--device=cpu")
 
 
 @pytest.mark.parametrize("more", ["", "--dry-run", "--layout checkpoint"])
@@ -311,12 +311,12 @@ def test_what_no_server_runs_is_refused(more: str, model: Path, tmp_path: Path) 
     assert len([warning for warning in document["warnings"] if "gives NaN" in warning]) == 1
     if more:
         return
-    assert answer("verify", out, "--source", model, "--device", "cpu")["passed"]
-    again = ("convert", out, "-o", tmp_path / "tp2", "--schema", "source", "--tp", 2)
+    assert answer("verify", out, "--source", model, "--device=cpu")["passed"]
+    again = ("convert", out, "-o", tmp_path / "tp2", "--schema=source", "--tp", 2)
     assert refused(*again, code=2)["what"] == "No server runs these weights."
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('schema = "int4"\n[[override]]\nlayers = "0"\nschema = "fp8-e5m2"\n')
-    mixed = ("convert", model, "-o", tmp_path / "mixed", "--config", recipe, *UNSERVED[2:])
+    mixed = ("convert", model, "-o", tmp_path / "mixed", "--config", recipe, *UNSERVED[1:])
     assert LAYER in refused(*mixed, code=2)["where"]
 
 
@@ -330,6 +330,6 @@ def test_what_no_server_runs_is_refused(more: str, model: Path, tmp_path: Path) 
     ],
 )
 def test_what_some_server_may_run_is_not_refused(more: str, model: Path, tmp_path: Path) -> None:
-    request = ("convert", model, "-o", tmp_path / "out", "--target", "sm90", "--dry-run")
+    request = ("convert", model, "-o", tmp_path / "out", "--target=sm90", "--dry-run")
     warnings = answer(*request, *more.split())["warnings"]
     assert any("vLLM" in warning for warning in warnings) == ("--ep" in more)

@@ -22,18 +22,7 @@ from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.stopping import Commands, environment, is_begun, problem_of, without_progress
 
 NUM_MOMENTS = int(os.environ.get("HQCONV_NUM_MOMENTS", "6"))  # for each signal
-OPTIONS = (
-    "--schema",
-    "mxfp4",
-    "--target",
-    "sm90",
-    "--device",
-    "cpu",
-    "--tp",
-    "2",
-    "--threads",
-    "2",
-)
+OPTIONS = ("--schema=mxfp4", "--target=sm90", "--device=cpu", "--tp=2", "--threads=2")
 LINE = f"{MESSAGE}\n"
 HANG_S = 60.0  # a hang guard, not a measured time
 each_signal = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)

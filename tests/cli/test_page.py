@@ -155,7 +155,7 @@ def test_verify_writes_a_page_of_what_is_wrong(
         raw = bytearray(weights.read_bytes())
         raw[-20_000] ^= 1
         weights.write_bytes(raw[:100] if damage == "a file" else raw)
-    done = call("verify", own, "--source", model, "--report", path, "--device", "cpu")
+    done = call("verify", own, "--source", model, "--report", path, "--device=cpu")
     assert done.exit_code == 1
     assert done.stdout.splitlines()[-1][:60] in Page(path).text
     path.unlink()
@@ -186,7 +186,7 @@ def test_the_page_goes_beside_and_never_over_other_files(
     assert call("verify", out, "--checks", "files", "--report", path).exit_code == 4
     assert path.read_text() == "mine"
     path.unlink()
-    done = call("verify", out, "--checks", "files,weights", "--report", path, "--device", "cpu")
+    done = call("verify", out, "--checks", "files,weights", "--report", path, "--device=cpu")
     assert (done.exit_code, f"The page is in {path}." in done.stderr) == (0, True)
     assert "PASS  files, weights" in Page(path).text
     for command in (("report", out, "-o"), ("verify", out, "--report")):

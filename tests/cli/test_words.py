@@ -149,7 +149,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
     command = f"convert {model} -o {tmp_path}/out --schema int4 --target sm90 --json"
     process = processes.Process(
         [sys.executable, "-m", "hqconv", *command.split()],
-        env={**environment(), "TERM": "xterm", "COLUMNS": "80"},
+        env={**environment(), "TERM": "xterm", "COLUMNS": "60"},
         stderr=secondary,
         stdout=subprocess.PIPE,
     )
@@ -163,7 +163,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
     assert json.loads(stdout)["num_blocks"] == 1
     assert re.search(rb"[\d.]+/[\d.]+ [kM]B", seen)
     lines = [re.sub(rb"\x1b\[[^m]*m", b"", line) for line in re.split(rb"\n|\x1b\[2K", seen)]
-    assert max(len(line.decode().strip()) for line in lines) <= 80
+    assert max(len(line.decode().strip()) for line in lines) <= 60
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is there again
 
 

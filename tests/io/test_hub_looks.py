@@ -138,7 +138,7 @@ def test_what_comes_too_short_is_an_error_in_the_end(
 
 # --- failures ----------------------------------------------------------------------------------------------
 
-API, FILE, SHARD = "/api/models", r"/resolve/.*/config.json", r"/resolve/.*\.safetensors$"
+API, SHARD = "/api/models", r"/resolve/.*\.safetensors$"
 GATED = {"X_Error_Code": "GatedRepo"}
 
 

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
+NUM_EXPERTS, HIDDEN, INNER = 3, 256, 128
 
 
 # One of each kind of expression, which is compiled: tests/verification/test_formulas.py has all of them as plain C.

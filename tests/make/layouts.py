@@ -291,30 +291,26 @@ MINIMAX_M3 = Layout(
 )
 
 
-def qwen3_5_moe(**fused: Any) -> Layout:
-    """Fused stacks [E, 2I, H] and [E, H, I], as transformers 5 saves them."""
+def _qwen_stacks(name: str, architecture: str, **fused: Any) -> Layout:
     layer = "model.language_model.layers.{layer}"
     return Layout(
         f"{layer}.mlp.experts",
         _GATE_UP_DOWN,
-        _nested(_qwen_config("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), "qwen3_5_moe"),
+        _nested(_qwen_config(f"{name}_text", architecture), name),
         f"{layer}.mlp.gate.weight",
         norm=f"{layer}.input_layernorm.weight",
         fused=Fused(**fused),
     )
 
 
+def qwen3_5_moe(**fused: Any) -> Layout:
+    """Fused stacks [E, 2I, H] and [E, H, I], as transformers 5 saves them."""
+    return _qwen_stacks("qwen3_5_moe", "Qwen3_5MoeForCausalLM", **fused)
+
+
 def qwen3_vl_moe(**fused: Any) -> Layout:
     """Fused stacks [E, H, 2I] and [E, I, H]."""
-    layer = "model.language_model.layers.{layer}"
-    return Layout(
-        f"{layer}.mlp.experts",
-        _GATE_UP_DOWN,
-        _nested(_qwen_config("qwen3_vl_moe_text", "Qwen3VLMoeForCausalLM"), "qwen3_vl_moe"),
-        f"{layer}.mlp.gate.weight",
-        norm=f"{layer}.input_layernorm.weight",
-        fused=Fused(transposed=True, **fused),
-    )
+    return _qwen_stacks("qwen3_vl_moe", "Qwen3VLMoeForCausalLM", transposed=True, **fused)
 
 
 def llama4(**fused: Any) -> Layout:

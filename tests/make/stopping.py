@@ -23,7 +23,7 @@ _PROGRESS_LINE = re.compile(r"[\d.:]+( s)?  [\d.]+ [kMGT]?B of [\d.]+ [kMGT]?B  
 DRIVER = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
-import hqconv.cli.app, hqconv.cli.render, hqconv.cli.render
+import hqconv.cli.app, hqconv.cli.render
 from hqconv.humming_ops.runtime import humming
 from hqconv.__main__ import MESSAGE, SIGNALS, listen, run as run_command
 from hqconv.schemas.grid import Grid

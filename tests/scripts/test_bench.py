@@ -33,16 +33,7 @@ def forked(command: list[str], stdout: int, **options: Any) -> Any:
 def test_pairs(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = (
-        "--work",
-        str(tmp_path),
-        "--size",
-        "0.04",
-        "--schema",
-        "int4",
-        "--against",
-        str(REPO),
-    )
+    options = ("--work", str(tmp_path), "--size=0.04", "--schema=int4", "--against", str(REPO))
     [found] = measured(monkeypatch, capsys, what, *options)
     assert 0 < found["this"]["call_s"] < found["this"]["whole_s"]
     assert found["ratio"]["whole_s"] > 0
