@@ -14,7 +14,8 @@ allow. The steps of `quantize_by_outputs`:
 4. Descend. Every group is rounded again, with its scales, as all others stand: from the first to the last, and back.
 
 Where gradients by the outputs are known, the errors e_m and e_n of two rows cost G_mn e_mᵀ H e_n, with G = Σ g gᵀ.
-Then steps 3 and 4 go from one block of rows to the next, which makes good the errors of the rows before.
+Then each step goes from one block of rows to the next: step 3 makes good the errors of the rows before, step 4 those
+of all others.
 
 torch, and compiled loops for columns. The same bytes for the same inputs, number of experts and type of device, not
 between types.
@@ -59,7 +60,7 @@ _NEAR_BEST = 1.02  # of the least loss: so much is allowed for more damping
 _DIAGONAL_SHARE = (
     0.1  # of the products of gradients, whose other entries a few tokens do not tell well
 )
-_ROW_BLOCKS = 16  # of a matrix with gradients
+_ROW_BLOCKS = 8  # of a matrix with gradients
 _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
 _LONGEST_GROUP = 256  # of columns whose scale is chosen with their codes
@@ -171,6 +172,20 @@ class OutputGradients:
     def factor(self) -> torch.Tensor:
         """The upper triangular L with L Lᵀ = `coupling`, float64 [N, N]."""
         return _upper_factor(self.coupling)
+
+    def pull(self, rows: slice, *, are_next_free: bool) -> torch.Tensor:
+        """Return the change of n rows by which they make good errors of the others, float32 [n, N].
+
+        L_bb⁻ᵀ L_bᵀ where the next rows are free, whose errors are 0 then; else G_bb⁻¹ G_b, without the rows themselves.
+        """
+        if are_next_free:
+            own, others = self.factor[rows, rows].mT, self.factor[:, rows].mT
+            pull: torch.Tensor = torch.linalg.solve_triangular(own, others, upper=False)
+            return pull.float()
+        others = self.coupling[rows].clone()
+        others[:, rows] = 0
+        inverse = _inverse(_upper_factor(self.coupling[rows, rows]))
+        return (inverse.mT @ (inverse @ others)).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -531,49 +546,50 @@ class _RoundedColumns:
 
 
 def _solve(weights: torch.Tensor, choice: _ScaleChoice, products: InputProducts) -> _Solution:
-    """Return codes and scales of weights [E, N, K] with a small loss; with gradients, block after block of rows.
-
-    With L Lᵀ = G (L upper triangular), a block b makes good the errors e of the rows before with
-    L_bb⁻ᵀ Σ_{m<b} L_mbᵀ e_m.
-    """
-    gradients, num_rows = products.gradients, weights.size(1)
-    if gradients is None:
-        return _solve_rows(weights, choice, products.hessian)
-    factor = gradients.factor.to(weights.device)
+    """Return codes and scales of weights [E, N, K] with a small loss; with gradients, block after block of rows."""
+    gradients, hessian, num_rows = products.gradients, products.hessian, weights.size(1)
+    size = num_rows if gradients is None else -(-num_rows // _ROW_BLOCKS)
     error = torch.zeros_like(weights)
-    solutions = []
-    size = -(-num_rows // _ROW_BLOCKS)
-    for begin in range(0, num_rows, size):
-        rows = slice(begin, begin + size)
-        before, own = factor[:begin, rows], factor[rows, rows]
-        pull = torch.linalg.solve_triangular(own.mT, before.mT, upper=False).float()
-        target = weights[:, rows] + pull @ error[:, :begin]
-        solution = _solve_rows(_by_columns(target), choice.of_rows(rows), products.hessian)
-        error[:, rows] = weights[:, rows] - solution.values
-        solutions.append(solution)
+    solutions: dict[int, _Solution] = {}
+    for _ in range(1 + _DESCENTS):
+        for begin in range(0, num_rows, size):
+            rows = slice(begin, begin + size)
+            target, present = weights[:, rows], solutions.get(begin)
+            if gradients is not None:
+                pull = gradients.pull(rows, are_next_free=present is None)
+                target = _by_columns(target + pull.to(weights.device) @ error)
+            sweep = _sweep_of(target, choice.of_rows(rows))
+            solutions[begin] = (
+                _start(sweep, hessian) if present is None else _descended(sweep, present, hessian)
+            )
+            error[:, rows] = weights[:, rows] - solutions[begin].values
+    each = [*solutions.values()]
     return _Solution(
-        torch.cat([solution.numbers for solution in solutions], 1),
-        torch.cat([solution.values for solution in solutions], 1),
-        _joined([solution.scales for solution in solutions], 1),
-        torch.cat([solution.loss for solution in solutions], 1),
+        torch.cat([solution.numbers for solution in each], 1),
+        torch.cat([solution.values for solution in each], 1),
+        _joined([solution.scales for solution in each], 1),
+        torch.cat([solution.loss for solution in each], 1),
     )
 
 
-def _solve_rows(weights: torch.Tensor, choice: _ScaleChoice, hessian: _Hessian) -> _Solution:
-    """Return codes and scales of rows that do not depend on each other."""
-    block = math.gcd(_BLOCK, weights.size(2))
-    size = choice.schema.weight_scale_group_size if choice.is_free else block
-    scales = choice.searched(weights, hessian.diagonal)
-    forwards = _Sweep(weights, choice, size, size * max(1, _BLOCK // size))
-    backwards = replace(forwards, weights=weights.flip(2))
-    ordered = _Sweep(weights, replace(choice, is_free=False), block, block)
-    solution = forwards.first(hessian, scales)
-    solution = solution.or_better(_by_diagonal(ordered, hessian, scales))
-    blocks = hessian.fixed_blocks(size)
-    backwards_blocks = hessian.backwards.fixed_blocks(size)
-    for _ in range(_DESCENTS):
-        solution = forwards.swept(solution, hessian.h, blocks).backwards()
-        solution = backwards.swept(solution, hessian.backwards.h, backwards_blocks).backwards()
+def _sweep_of(weights: torch.Tensor, choice: _ScaleChoice) -> _Sweep:
+    size = math.gcd(_BLOCK, weights.size(2))
+    if choice.is_free:
+        size = choice.schema.weight_scale_group_size
+    return _Sweep(weights, choice, size, size * max(1, _BLOCK // size))
+
+
+def _start(sweep: _Sweep, hessian: _Hessian) -> _Solution:
+    """Round all columns in two ways; each row takes the one that loses less."""
+    scales = sweep.choice.searched(sweep.weights, hessian.diagonal)
+    ordered = _sweep_of(sweep.weights, replace(sweep.choice, is_free=False))
+    return sweep.first(hessian, scales).or_better(_by_diagonal(ordered, hessian, scales))
+
+
+def _descended(sweep: _Sweep, solution: _Solution, hessian: _Hessian) -> _Solution:
+    """Round each group again as all others stand, from the first to the last, and back. Overwrites `solution`."""
+    for one, way in ((sweep, hessian), (sweep.backwards(), hessian.backwards)):
+        solution = one.swept(solution, way.h, way.fixed_blocks(sweep.size)).backwards()
     return solution
 
 
@@ -605,6 +621,10 @@ class _Sweep:
     choice: _ScaleChoice
     size: int
     width: int
+
+    def backwards(self) -> _Sweep:
+        """Return the way from the last column to the first."""
+        return replace(self, weights=self.weights.flip(2))
 
     def first(self, hessian: _Hessian, scales: GroupScales) -> _Solution:
         """Round columns; scales are chosen for what a group's weights have become."""
