@@ -58,7 +58,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 _DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
 _NEAR_BEST = 1.02  # of the least loss: so much is allowed for more damping
 _DIAGONAL_SHARE = (
-    0.1  # of the products of gradients, whose other entries a few tokens do not tell well
+    0.2  # of the products of gradients, whose other entries a few tokens do not tell well
 )
 _ROW_BLOCKS = 8  # of a matrix with gradients
 _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean diagonal of H
