@@ -127,7 +127,7 @@ def test_rows_make_good_each_others_errors() -> None:
         assert reported is not None
         of_outputs = error @ (products.fit + products.validation)
         torch.testing.assert_close(reported[0], (of_outputs * error).sum((1, 2)), rtol=1e-3, atol=0)
-    assert (losses[1][0] < 0.7 * losses[0][0]).all()
+    assert (losses[1][0] < 0.22 * losses[0][0]).all()  # .24 and .29 if the rows before alone count
     assert (losses[1][1] > losses[0][1]).all()
 
 
