@@ -26,7 +26,8 @@ C candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,17 +37,11 @@ from hqconv.formats.encoding import resized
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization import cpu, quantized
 from hqconv.quantization.bit_codec import bits_of
-from hqconv.quantization.group_scales import (
-    GroupScales,
-    nearest_scales,
-    rounded_scales,
-    scales_of,
-    scales_under,
-    stored_values,
-)
+from hqconv.quantization.group_scales import GroupScales, rounded_scales, scales_of, stored_range
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack, rotate
+from hqconv.quantization.quantized import GroupColumns, QuantizedStack, rotate
 from hqconv.quantization.scale_search import (
+    MARGIN,
     candidate_scales,
     ladder_of,
     least_byte,
@@ -57,15 +52,24 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # tried, of the mean diagonal of H
 _NEAR_BEST = 1.02  # of the least loss: so much is allowed for more damping
-_DIAGONAL_SHARE = (
-    0.2  # of the products of gradients, whose other entries a few tokens do not tell well
-)
+_DIAGONAL_SHARE = 0.2  # of products of gradients, whose other entries a few tokens tell badly
 _ROW_BLOCKS = 8  # of a matrix with gradients
 _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
 _LONGEST_GROUP = 256  # of columns whose scale is chosen with their codes
 _DESCENTS = 2  # from the first group to the last, and back
-_MARGIN = 1 - 2.0**-20  # of a loss that must be beaten
+
+
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """Let a GPU multiply float32 with factors of 11 bits, for sums in which no more of them count."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 # --- what the tokens of a calibration say
@@ -193,7 +197,7 @@ class _Hessian:
     """H, damped, [1 or E, K, K], and what is derived from it, float32."""
 
     h: torch.Tensor
-    _blocks: dict[tuple[str, int], _Blocks] = field(default_factory=dict)
+    _blocks: dict[tuple[int, bool], _Blocks] = field(default_factory=dict)
 
     @property
     def diagonal(self) -> torch.Tensor:
@@ -225,22 +229,18 @@ class _Hessian:
         rows = matrices.gather(1, self.order.unsqueeze(2).expand_as(matrices))
         return rows.gather(2, self.order.unsqueeze(1).expand_as(matrices))
 
-    def free_blocks(self, size: int) -> _Blocks:
-        """Return the factors of runs of `size` columns that are rounded while the columns behind them are free."""
-        if ("free", size) not in self._blocks:
-            factor = _diagonal_blocks(self.factor, size).double()
-            blocks = _Blocks(factor.float().contiguous(), _inverse(factor).float())
-            self._blocks["free", size] = blocks
-        return self._blocks["free", size]
-
-    def fixed_blocks(self, size: int) -> _Blocks:
-        """Return the factors of runs of `size` columns that are rounded while all other columns stand."""
-        if ("fixed", size) not in self._blocks:
-            factor = _upper_factor(_diagonal_blocks(self.h, size).double())
+    def blocks(self, size: int, *, are_next_free: bool) -> _Blocks:
+        """Return the factors of runs of `size` columns: while those behind them are free, or all others stand."""
+        key = size, are_next_free
+        if key not in self._blocks:
+            diagonal = _diagonal_blocks(self.factor if are_next_free else self.h, size).double()
+            factor = diagonal if are_next_free else _upper_factor(diagonal)
             inverse = _inverse(factor)
-            blocks = _Blocks(factor.float().contiguous(), (inverse.mT @ inverse).float())
-            self._blocks["fixed", size] = blocks
-        return self._blocks["fixed", size]
+            if not are_next_free:
+                inverse = inverse.mT @ inverse
+            blocks = _Blocks(factor.float().contiguous(), inverse.float().contiguous())
+            self._blocks[key] = blocks
+        return self._blocks[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,6 +275,7 @@ def _diagonal_blocks(h: torch.Tensor, size: int) -> torch.Tensor:
 # --- the steps
 
 
+@in_tf32()
 def quantize_by_outputs(
     stacks: Sequence[torch.Tensor], schema: WeightSchema, param_dtype: str, products: InputProducts
 ) -> list[QuantizedStack]:
@@ -290,15 +291,13 @@ def quantize_by_outputs(
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(targets, schema, param_dtype)
     weights = _by_columns(torch.cat([target.float() for target in targets], 1))
-    is_grouped = schema.weight_scale_type == "group"
-    is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
-    start = _start_scales(rounded, schema)
-    choice = _ScaleChoice(schema, param_dtype, start, start, is_free)
+    choice = _ScaleChoice.of(_start_scales(rounded, schema), schema, param_dtype)
     solution = _solve(weights, choice, products)
     losses, powers = (
-        (values * _times(values, products.h)).double().sum(2)
+        (values * (values @ products.h)).double().sum(2)
         for values in (weights - solution.values, weights)
     )
+    scales = replace(choice.stored(solution), second=None)  # which are those of the start
     results, begin = list[QuantizedStack](), 0
     with resident(weights.device):
         for stack, rounded_stack in zip(stacks, rounded, strict=True):
@@ -309,7 +308,7 @@ def quantize_by_outputs(
             weight = humming().ops.pack_weight(codes, schema.num_bits)
             tensors = {**rounded_stack.tensors, "weight": weight}
             if choice.is_free:
-                tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
+                tensors |= _rows(scales, rows).tensors(schema, param_dtype)
             error, power = quantized.error_sums(stack, tensors, schema)
             num_exact = torch.zeros_like(rounded_stack.num_exact)
             outputs = torch.stack([losses[:, rows].sum(1), powers[:, rows].sum(1)])
@@ -318,15 +317,24 @@ def quantize_by_outputs(
 
 
 def _start_scales(rounded: Sequence[QuantizedStack], schema: WeightSchema) -> GroupScales:
-    """Return the scales of matrices that lie one above the other, [E, N, G]: those of a block or a tensor repeated."""
-    each = []
-    for stack in rounded:
-        scales = scales_of(stack.tensors, schema)
-        repeats = stack.tensors["weight"].size(1) // scales.scale.size(1)
-        each.append(_mapped(scales, lambda tensor, n=repeats: tensor.repeat_interleave(n, 1)))  # type: ignore[misc]
-    start = _joined(each, 1)
+    """Return the scales of matrices that lie one above the other, of each row: [E, N, G], second ones [E, N, 1]."""
+    each = [scales_of(stack.tensors, schema) for stack in rounded]
+    num_rows = [stack.tensors["weight"].size(1) for stack in rounded]
+
+    zeros = [scales.zero for scales in each if scales.zero is not None]
     seconds = [scales.second for scales in each if scales.second is not None]
-    return replace(start, second=torch.cat(seconds, 1)) if schema.has_row_scale else start
+
+    def of_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(tensors, num_rows, strict=True)
+        return torch.cat([each.repeat_interleave(n // each.size(1), 1) for each, n in pairs], 1)
+
+    stored = of_rows([bits_of(scales.stored) for scales in each])
+    return GroupScales(
+        stored.view(each[0].stored.dtype),
+        of_rows([scales.scale for scales in each]),
+        of_rows(zeros) if zeros else None,
+        of_rows(seconds) if seconds else None,
+    )
 
 
 def _compensated(weights: torch.Tensor, products: InputProducts) -> torch.Tensor:
@@ -369,37 +377,40 @@ def _regression(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> to
 
 @dataclass(frozen=True, eq=False)
 class _ScaleChoice:
-    """The scales that rows of matrices may get. start: those of round-to-nearest, [E, N, G].
+    """The scales that rows of matrices may get.
 
-    of_all_rows: the same of all rows. is_free: scales are chosen with the codes; else they are those of the start.
+    start: those of round-to-nearest, [E, N, G]. is_free: scales are chosen with the codes; else they are those of the
+    start. limits: the least and the largest byte of others, int32 [E, 1, 1], where the parameter dtype has some.
     """
 
     schema: WeightSchema
     param_dtype: str
     start: GroupScales
-    of_all_rows: GroupScales
     is_free: bool
+    limits: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(cls, start: GroupScales, schema: WeightSchema, param_dtype: str) -> _ScaleChoice:
+        """Return the choice of all rows."""
+        is_grouped = schema.weight_scale_type == "group"
+        is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
+        floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
+        limits = None
+        if floor is not None:
+            limits = floor, magnitude_bytes(start.stored).amax((1, 2), keepdim=True)
+        return cls(schema, param_dtype, start, is_free, limits)
 
     def of_rows(self, rows: slice) -> _ScaleChoice:
         """Return the choice of some of the rows."""
-        start, second = _rows(self.start, rows), self.start.second
-        if second is not None and second.size(1) > 1:
-            second = second[:, rows].contiguous()
-        return replace(self, start=replace(start, second=second))
-
-    @cached_property
-    def floor(self) -> torch.Tensor | None:
-        """See `least_byte`."""
-        has_row_scale = self.schema.has_row_scale
-        return least_byte([self.of_all_rows.stored], self.param_dtype, has_row_scale=has_row_scale)
+        return replace(self, start=_rows(self.start, rows))
 
     def is_allowed(self, scales: GroupScales) -> torch.Tensor:
         """Return a mask of the scales that the parameter dtype can hold beside the start's largest."""
-        if self.floor is None:
+        if self.limits is None:
             return torch.ones_like(scales.scale, dtype=torch.bool)
+        least, most = self.limits
         magnitude = magnitude_bytes(scales.stored)
-        largest = magnitude_bytes(self.of_all_rows.stored).amax((1, 2), keepdim=True)
-        return (magnitude >= self.floor) & (magnitude <= largest)
+        return (magnitude >= least) & (magnitude <= most)
 
     def searched(self, weights: torch.Tensor, importance: torch.Tensor) -> GroupScales:
         """Return the scales of the least squared error of `weights`, each column by its importance [1 or E, K]."""
@@ -410,98 +421,48 @@ class _ScaleChoice:
         importance = importance.view(len(importance), 1, num_groups, -1)
 
         def loss_of(scales: GroupScales) -> torch.Tensor:
-            decoded = quantized.decode(_nearest_numbers(target, scales, self.schema), scales)
+            numbers, _ = quantized.nearest_numbers(target, scales, self.schema)
+            decoded = quantized.decode(numbers.nan_to_num_(0.0), scales)  # where a scale is 0
             return decoded.sub_(target).square_().mul_(importance).sum(-1)
 
-        best, least = self.start, loss_of(self.start) * _MARGIN
-        for tried, valid in candidate_scales(self.start, self.schema, self.param_dtype, self.floor):
+        best, least = self.start, loss_of(self.start) * MARGIN
+        for tried, valid in candidate_scales(self.start, self.schema, self.param_dtype):
             loss = loss_of(tried)
             wins = valid & self.is_allowed(tried) & (loss < least)
             best, least = tried.where(wins, best), torch.where(wins, loss, least)
         return best
 
-    def nearest(self, target: torch.Tensor) -> GroupScales:
-        """Return the scales of round-to-nearest of a group [E, N, S], under the second scales of the start."""
-        highest = target.amax(-1, keepdim=True).clamp_min(1e-30)
-        lowest = target.amin(-1, keepdim=True).clamp_max(-1e-30)
-        if self.start.second is not None:
-            return scales_under(self.start.second, highest, lowest, self.schema, self.param_dtype)
-        return nearest_scales(highest, lowest, self.schema, self.param_dtype).scales
+    def candidates(self, solution: _Solution) -> torch.Tensor:
+        """Return scales, and those one step above and below, float32 [C, E, N, G]; these where there is none."""
+        tried = [solution.scale]
+        if self.is_free and not self.schema.has_zero_point:
+            scales, ladder = self.stored(solution), ladder_of(self.schema, self.param_dtype)
+            for step in (2, -1):
+                steps = torch.full_like(scales.scale, step, dtype=torch.int32)
+                beside, _ = stepped(scales, steps, ladder)
+                tried.append(beside.where(self.is_allowed(beside), scales).scale)
+        return torch.stack(tried)
 
-    def neighbours(self, scales: GroupScales) -> list[GroupScales]:
-        """Return the scales one step above and below others [E, N, G]; these where there are none."""
-        if self.schema.has_zero_point or not self.is_free:
-            return []
-        ladder = ladder_of(self.schema, self.param_dtype)
-        neighbours = []
-        for step in (2, -1):
-            steps = torch.full_like(scales.scale, step, dtype=torch.int32)
-            tried, exists = stepped(scales, steps, ladder)
-            neighbours.append(tried.where(exists & self.is_allowed(tried), scales))
-        return neighbours
-
-    def candidates(
-        self, present: GroupScales, neighbours: list[GroupScales], target: torch.Tensor
-    ) -> GroupScales:
-        """Return the scales to try for a group [E, N, S] as [C, E, N, 1]: the present ones, its own, and neighbours."""
-        candidates = [present]
-        if self.is_free:
-            own = self.nearest(target)
-            candidates += [own.where(self.is_allowed(own), present), *neighbours]
-        return _stacked(candidates)
-
-    def fitted(
-        self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, factor: torch.Tensor
-    ) -> GroupScales:
-        """Return the least-squares scales of codes, where they are usable."""
-        codes = numbers if scales.zero is None else numbers - scales.zero
-        outputs = _times(codes, factor)
-        wanted = _times(target, factor)
-        fit = (wanted * outputs).sum(2, keepdim=True) / outputs.square().sum(2, keepdim=True)
-        change = fit / scales.effective()
-        is_usable = (change > 0.5) & (change < 2)
-        if scales.second is not None:
-            fit = fit / scales.second
-        stored = rounded_scales(torch.where(is_usable, fit, scales.scale), scales.stored.dtype)
-        values = stored_values(stored)
-        fitted = GroupScales(stored, values, scales.zero, scales.second)
-        return fitted.where(is_usable & torch.isfinite(values) & (values != 0), scales)
+    def stored(self, solution: _Solution) -> GroupScales:
+        """Return the scales of a solution, whose values their dtype holds."""
+        stored = rounded_scales(solution.scale, self.start.stored.dtype)
+        return GroupScales(stored, solution.scale, solution.zero, self.start.second)
 
 
-def _combined(
-    each: Sequence[GroupScales], operation: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> GroupScales:
-    """Combine stored scales, their values and zero points by an operation; second scales are the first's."""
-    stored = operation([bits_of(scales.stored) for scales in each]).view(each[0].stored.dtype)
-    values = operation([scales.scale for scales in each])
-    zeros = [scales.zero for scales in each if scales.zero is not None]
-    return GroupScales(stored, values, operation(zeros) if zeros else None, each[0].second)
-
-
-def _joined(each: Sequence[GroupScales], dim: int) -> GroupScales:
-    """Return scales that lie beside each other."""
-    return _combined(each, lambda tensors: torch.cat(tensors, dim))
-
-
-def _stacked(each: Sequence[GroupScales]) -> GroupScales:
-    """Return candidates [E, N, 1] as [C, E, N, 1]."""
-    return _combined(each, torch.stack)
-
-
-def _mapped(scales: GroupScales, operation: Callable[[torch.Tensor], torch.Tensor]) -> GroupScales:
-    """Apply an operation to stored scales, their values and zero points; second scales stay."""
-    return _combined([scales], lambda tensors: operation(tensors[0]))
-
-
-def _group(scales: GroupScales, group: int, count: int = 1) -> GroupScales:
-    """Return the scales of some groups, or columns, the last dimension."""
-    return _mapped(scales, lambda tensor: tensor.narrow(-1, group, count))
+def _by_steps(values: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return values [C, E, N, G] for each of some equal steps through the columns, [steps, C, E, G / steps or 1, N]."""
+    values = values.repeat_interleave(max(1, num_steps // values.size(3)), 3)
+    by_step = values.view(*values.shape[:3], num_steps, -1)
+    return by_step.permute(3, 0, 1, 4, 2).contiguous()
 
 
 def _rows(scales: GroupScales, rows: slice) -> GroupScales:
-    """Return the scales of some rows, without second scales, which are those of the start."""
-    part = _mapped(scales, lambda tensor: tensor[:, rows].contiguous())
-    return replace(part, second=None)
+    zero, second = (
+        None if tensor is None else tensor[:, rows].contiguous()
+        for tensor in (scales.zero, scales.second)
+    )
+    stored, scale = (tensor[:, rows].contiguous() for tensor in (scales.stored, scales.scale))
+    return GroupScales(stored, scale, zero, second)
 
 
 # --- codes
@@ -509,40 +470,34 @@ def _rows(scales: GroupScales, rows: slice) -> GroupScales:
 
 @dataclass(frozen=True, eq=False)
 class _Solution:
-    """Numbers of codes and decoded values [E, N, K], scales [E, N, G], and the loss of each row [E, N]."""
+    """Numbers of codes and decoded values [E, N, K], scales and zero points [E, N, G], and the loss of each row [E, N].
+
+    All float32.
+    """
 
     numbers: torch.Tensor
     values: torch.Tensor
-    scales: GroupScales
+    scale: torch.Tensor
+    zero: torch.Tensor | None
     loss: torch.Tensor
 
     def or_better(self, rival: _Solution) -> _Solution:
-        """Return the better one of two solutions for each row."""
+        """Return the better one of two solutions for each row, which have the same zero points."""
         wins = (rival.loss < self.loss).unsqueeze(2)
         return _Solution(
             torch.where(wins, rival.numbers, self.numbers),
             torch.where(wins, rival.values, self.values),
-            rival.scales.where(wins, self.scales),
+            torch.where(wins, rival.scale, self.scale),
+            self.zero,
             torch.minimum(self.loss, rival.loss),
         )
 
     def backwards(self) -> _Solution:
         """Return the solution with the columns from the last to the first."""
-        scales = _mapped(self.scales, lambda tensor: tensor.flip(2))
-        return _Solution(self.numbers.flip(2), self.values.flip(2), scales, self.loss)
-
-
-@dataclass(frozen=True, eq=False)
-class _RoundedColumns:
-    """Codes of some columns under the best of some scales.
-
-    loss: [E, N]. best: index of the scales, int64 [E, N]. numbers, values: of codes, and decoded, [E, N, S].
-    """
-
-    loss: torch.Tensor
-    best: torch.Tensor
-    numbers: torch.Tensor
-    values: torch.Tensor
+        zero = None if self.zero is None else self.zero.flip(2)
+        return _Solution(
+            self.numbers.flip(2), self.values.flip(2), self.scale.flip(2), zero, self.loss
+        )
 
 
 def _solve(weights: torch.Tensor, choice: _ScaleChoice, products: InputProducts) -> _Solution:
@@ -564,10 +519,12 @@ def _solve(weights: torch.Tensor, choice: _ScaleChoice, products: InputProducts)
             )
             error[:, rows] = weights[:, rows] - solutions[begin].values
     each = [*solutions.values()]
+    zeros = [solution.zero for solution in each if solution.zero is not None]
     return _Solution(
         torch.cat([solution.numbers for solution in each], 1),
         torch.cat([solution.values for solution in each], 1),
-        _joined([solution.scales for solution in each], 1),
+        torch.cat([solution.scale for solution in each], 1),
+        torch.cat(zeros, 1) if zeros else None,
         torch.cat([solution.loss for solution in each], 1),
     )
 
@@ -589,7 +546,7 @@ def _start(sweep: _Sweep, hessian: _Hessian) -> _Solution:
 def _descended(sweep: _Sweep, solution: _Solution, hessian: _Hessian) -> _Solution:
     """Round each group again as all others stand, from the first to the last, and back. Overwrites `solution`."""
     for one, way in ((sweep, hessian), (sweep.backwards(), hessian.backwards)):
-        solution = one.swept(solution, way.h, way.fixed_blocks(sweep.size)).backwards()
+        solution = one.swept(solution, way).backwards()
     return solution
 
 
@@ -599,14 +556,16 @@ def _by_diagonal(sweep: _Sweep, hessian: _Hessian, scales: GroupScales) -> _Solu
     order = hessian.order.expand(num_experts, num_columns)
     order = order.unsqueeze(2).expand(num_experts, num_columns, num_rows).mT
     group = order // (num_columns // scales.scale.size(2))
-    column_scales = _mapped(scales, lambda tensor: tensor.gather(2, group))
+    zero = None if scales.zero is None else scales.zero.gather(2, group)
+    of_columns = replace(scales, scale=scales.scale.gather(2, group), zero=zero)
     weights = sweep.weights.mT.gather(1, order.mT).mT
-    ordered = replace(sweep, weights=weights).first(hessian.ordered, column_scales)
-    return _Solution(
-        torch.empty_like(weights).scatter_(2, order, ordered.numbers),
-        torch.empty_like(weights).scatter_(2, order, ordered.values),
-        scales,
-        ordered.loss,
+    ordered = replace(sweep, weights=weights).first(hessian.ordered, of_columns)
+    return replace(
+        ordered,
+        numbers=torch.empty_like(weights).scatter_(2, order, ordered.numbers),
+        values=torch.empty_like(weights).scatter_(2, order, ordered.values),
+        scale=scales.scale,
+        zero=scales.zero,
     )
 
 
@@ -630,102 +589,55 @@ class _Sweep:
         """Round columns; scales are chosen for what a group's weights have become."""
         numbers = torch.zeros_like(self.weights)
         loss = numbers.new_zeros(numbers.shape[:2])
-        start = _Solution(numbers, self.weights.clone(), scales, loss)
-        blocks = hessian.free_blocks(self.size)
-        return self.swept(start, hessian.factor, blocks, is_first=True)
+        start = _Solution(numbers, self.weights.clone(), scales.scale, scales.zero, loss)
+        return self.swept(start, hessian, is_first=True)
 
-    def swept(
-        self, solution: _Solution, matrix: torch.Tensor, blocks: _Blocks, *, is_first: bool = False
-    ) -> _Solution:
-        """Round group after group, each with its scales.
+    def swept(self, solution: _Solution, hessian: _Hessian, *, is_first: bool = False) -> _Solution:
+        """Round group after group, each with its scales. Overwrites the tensors of `solution`.
 
-        First under M, with errors of the columns before; then under H, as all other columns stand, where this gains.
-        matrix: M or H, [1 or E, K, K]. The tensors of `solution` are overwritten.
+        First with the errors of the columns before; then as all other columns stand, where this gains.
         """
+        matrix = hessian.factor if is_first else hessian.h
+        blocks = hessian.blocks(self.size, are_next_free=is_first)
         choice, num_columns = self.choice, self.weights.size(2)
-        numbers, values, scales = solution.numbers, solution.values, solution.scales
-        error = self.weights - values
-        num_scales = scales.scale.size(2)
-        neighbours = choice.neighbours(scales)
-        swept_scales = []
+        dtype = choice.start.stored.dtype
+        scale_range = 0, math.inf, 0.0  # no scale is fitted to codes
+        if choice.is_free and dtype != torch.float8_e8m0fnu:
+            scale_range = stored_range(dtype)
+        numbers, values, scale = solution.numbers, solution.values, solution.scale
+        num_steps = num_columns // self.size
+        tried = _by_steps(choice.candidates(solution), num_steps)
+        chosen = tried[:, 0].clone()
+        zero = torch.zeros_like(scale) if solution.zero is None else solution.zero
+        zeros = _by_steps(zero[None], num_steps)
         loss = torch.zeros_like(solution.loss)
+        second = choice.start.second
+        second = torch.ones_like(loss) if second is None else second.squeeze(2)
+        error = self.weights - values
         for begin in range(0, num_columns, self.width):
             end = min(begin + self.width, num_columns)
             before = begin if is_first else num_columns
-            pull = _times(error[:, :, :before], matrix[:, :before, begin:end])
+            pull = matrix[:, :before, begin:end].mT @ error[:, :, :before].mT
             for first in range(begin, end, self.size):
-                last, group = first + self.size, first // self.size
-                columns = slice(first, last)
-                factor = blocks.factor[group]
-                present = values[:, :, columns]
-                present_scales = _group(
-                    scales,
-                    first * num_scales // num_columns,
-                    max(1, self.size * num_scales // num_columns),
+                step, last = first // self.size, first + self.size
+                group = GroupColumns(
+                    pull=pull[:, first - begin : last - begin],
+                    inverse=blocks.inverse[step],
+                    factor=blocks.factor[step],
+                    scales=tried[step],
+                    zero=zeros[step, 0],
+                    scale_2=second,
+                    number=numbers.mT[:, first:last],
+                    value=values.mT[:, first:last],
+                    scale=chosen[step, :, 0],
+                    loss=loss,
                 )
-                pulled = _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
-                target = present + pulled
-                beside = [_group(neighbour, group) for neighbour in neighbours]
-                candidates = choice.candidates(present_scales, beside, target)
-                rounded, rounded_scales = self._rounded(target, candidates, factor)
-                if is_first:
-                    wins = torch.ones_like(rounded.loss, dtype=torch.bool).unsqueeze(2)
-                else:
-                    present_loss = _times(target - present, factor).square().sum(2)
-                    wins = (rounded.loss < present_loss * _MARGIN).unsqueeze(2)
-                change = torch.where(wins, rounded.values - present, 0.0)
-                swept_scales.append(rounded_scales.where(wins, present_scales))
-                numbers[:, :, columns] = torch.where(wins, rounded.numbers, numbers[:, :, columns])
-                values[:, :, columns] = torch.where(wins, rounded.values, present)
-                loss += rounded.loss
-                error[:, :, columns] -= change
-                pull[:, :, last - begin :] -= _times(change, matrix[:, columns, last:end])
+                change = _round_columns(group, choice.schema, scale_range, is_first=is_first)
+                pull[:, last - begin :].sub_(matrix[:, first:last, last:end].mT @ change)
+            error[:, :, begin:end] = self.weights[:, :, begin:end] - values[:, :, begin:end]
         if choice.is_free:
-            scales = _joined(swept_scales, 2)
-        return _Solution(numbers, values, scales, loss)
-
-    def _rounded(
-        self, target: torch.Tensor, candidates: GroupScales, factor: torch.Tensor
-    ) -> tuple[_RoundedColumns, GroupScales]:
-        """Round columns under the best of some scales [C, E, N, 1], or the one that fits its codes; return it, too."""
-        schema = self.choice.schema
-        rounded = _round(target, candidates, factor, schema)
-        index = rounded.best.view(1, *rounded.best.shape, 1)
-        scales = _mapped(candidates, lambda tensor: tensor.gather(0, index)[0])
-        if not self.choice.is_free or scales.stored.dtype == torch.float8_e8m0fnu:
-            return rounded, scales
-        fitted = self.choice.fitted(target, rounded.numbers, scales, factor)
-        again = _round(target, _stacked([fitted]), factor, schema)
-        wins = (again.loss < rounded.loss).unsqueeze(2)
-        better = _RoundedColumns(
-            torch.minimum(again.loss, rounded.loss),
-            rounded.best,
-            torch.where(wins, again.numbers, rounded.numbers),
-            torch.where(wins, again.values, rounded.values),
-        )
-        return better, fitted.where(wins, scales)
-
-
-def _round(
-    target: torch.Tensor, scales: GroupScales, factor: torch.Tensor, schema: WeightSchema
-) -> _RoundedColumns:
-    """Round columns [E, N, S] one after the other; later ones make good what earlier ones lost.
-
-    scales: of C candidates, [C, E, N, 1], or [1, E, N, S] for each column. factor: upper triangular, [1 or E, S, S].
-    """
-    if target.is_cuda:
-        from hqconv.quantization import triton_sweep  # loads Triton
-
-        return _RoundedColumns(*triton_sweep.round_columns(target, scales, factor, schema))
-    return _RoundedColumns(*cpu.round_columns(target, scales, factor, schema))
-
-
-def _nearest_numbers(
-    target: torch.Tensor, scales: GroupScales, schema: WeightSchema
-) -> torch.Tensor:
-    """Return the numbers of the codes of [..., S] under scales [...]; 0 where a scale is 0."""
-    numbers, _ = quantized.nearest_numbers(target, scales, schema)
-    return numbers.nan_to_num_(0.0)
+            scale = chosen[:, :, 0].permute(1, 2, 0).contiguous()
+        return _Solution(numbers, values, scale, solution.zero, loss)
 
 
 def _by_columns(matrices: torch.Tensor) -> torch.Tensor:
@@ -733,6 +645,16 @@ def _by_columns(matrices: torch.Tensor) -> torch.Tensor:
     return matrices.mT.contiguous().mT
 
 
-def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return [E, N, K] times [1 or E, K, S], as `_by_columns`."""
-    return (matrix.mT @ rows.mT).mT
+def _round_columns(
+    group: GroupColumns,
+    schema: WeightSchema,
+    scale_range: tuple[int, float, float],
+    *,
+    is_first: bool,
+) -> torch.Tensor:
+    """Call `round_columns` of the group's device."""
+    if not group.pull.is_cuda:
+        return cpu.round_columns(group, schema, scale_range, is_first=is_first)
+    from hqconv.quantization import triton_sweep  # loads Triton
+
+    return triton_sweep.round_columns(group, schema, scale_range, is_first=is_first)

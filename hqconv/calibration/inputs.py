@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hqconv.calibration.activations import activate
-from hqconv.calibration.gptq import InputProducts, OutputGradients
+from hqconv.calibration.gptq import InputProducts, OutputGradients, in_tf32
 from hqconv.calibration.output_gradients import output_gradients
 from hqconv.calibration.streamed_model import Stream, StreamedModel
 from hqconv.calibration.transformers_model import (
@@ -45,6 +45,8 @@ _LARGEST = 2.0**40  # of inputs whose squares are summed in float32
 _FEW_TOKENS = 64  # of w2 of an expert with n tokens, n / (n + 64) of the products are its own
 _SHARED_TOKENS = 2048  # the same of w13, whose input all experts share
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
+_GPU_PASS_TOKENS = 4096  # of a calibration
+_GRADIENT_CONTEXT = 512  # at most
 _ROWS = 4096  # tokens whose products are summed at once
 _REMEDY = "Convert without --calibrate."
 
@@ -78,6 +80,7 @@ class ExpertActivations:
     def _counts(self) -> Counter[int]:
         return Counter(self.experts[self.weights != 0].tolist())
 
+    @in_tf32()
     def hidden_products(self, experts: Sequence[int]) -> InputProducts:
         """Return the products of x, the input of w13, for some experts: each token counts with its weight.
 
@@ -110,6 +113,7 @@ class ExpertActivations:
             total = total + _weighted_product(x, share, x)
         return total.nan_to_num(0.0, 0.0, 0.0)
 
+    @in_tf32()
     def intermediate_products(
         self,
         experts: Sequence[int],
@@ -268,16 +272,19 @@ def _scale_to(size: torch.Tensor, largest: float) -> torch.Tensor:
 # --- the run of the model
 
 
-def batches_of(text: Text, context_length: int, device: torch.device) -> list[torch.Tensor]:
+def batches_of(
+    text: Text, context_length: int, device: torch.device, pass_tokens: int = 0
+) -> list[torch.Tensor]:
     """Return a text's sequences of `context_length` tokens in passes [B, T]; a rest is a pass of its own.
 
     A rest of one token predicts nothing and is left out.
     """
+    size = max(pass_tokens, _PASS_TOKENS, context_length) // context_length
     sequences = [ids for ids in text.sequences(context_length) if len(ids) > 1]
     batches: list[torch.Tensor] = []
     for _, same_length in itertools.groupby(sequences, len):
         ids = torch.tensor([*same_length], device=device)
-        batches += torch.split(ids, max(1, _PASS_TOKENS // context_length))
+        batches += torch.split(ids, size)
     return batches
 
 
@@ -316,11 +323,13 @@ def expert_inputs(
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
         text = read_text(transformers, folder, path, num_tokens, "--calibrate", place)
-        batches = batches_of(text, context_length, device)
+        pass_tokens = _GPU_PASS_TOKENS if device.type == "cuda" else 0
+        batches = batches_of(text, context_length, device, pass_tokens)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
             first = text._replace(ids=text.ids[:_GRADIENT_TOKENS])
-            gradient_batches = batches_of(first, min(context_length, _PASS_TOKENS), device)
+            context_length = min(context_length, _GRADIENT_CONTEXT)
+            gradient_batches = batches_of(first, context_length, device, pass_tokens)
             num_kept, most_layers = num_layers
             model.check_memory(
                 [batches],

@@ -43,9 +43,7 @@ _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the dec
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 _LARGE_BYTES = 1 << 20  # of memory that goes back to the system as soon as it is free
-_LOGITS_OF_GRADIENTS = (
-    6  # of one pass exist at a time, in float32, with probabilities and gradients
-)
+_LOGITS_OF_GRADIENTS = 6  # of a pass at a time, in float32, with probabilities and gradients
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
 
 # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
@@ -55,13 +53,13 @@ Expert = Mapping[str, torch.Tensor]
 class _StoredTensor:
     """A tensor of the source that is read when transformers takes its values."""
 
-    def __init__(self, source: Source, ref: TensorRef) -> None:
-        self._source, self._ref = source, ref
+    def __init__(self, source: Source, ref: TensorRef, device: torch.device) -> None:
+        self._source, self._ref, self._device = source, ref, device
         self.dtype, self.shape = torch_dtype(ref.dtype), torch.Size(ref.shape)
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         """Return all values on the CPU."""
-        return read_tensor(self._source, self._ref)
+        return read_tensor(self._source, self._ref, pin_memory=self._device.type == "cuda")
 
     def get_dtype(self) -> str:
         """Return the dtype's name in safetensors."""
@@ -317,7 +315,7 @@ class StreamedModel:
             name for parameter in wanted for name in self._tensors.get(parameter, ())
         ):
             if _module(name) not in replaced:
-                tensors[name] = _StoredTensor(self._source, self._source.tensors[name])
+                tensors[name] = _StoredTensor(self._source, self._source.tensors[name], self.device)
         info, _ = self._loading.convert_and_load_state_dict_in_model(
             self.model, tensors, self._config
         )

@@ -22,7 +22,7 @@ _CPU_LANES = 4  # with at least twice as many threads; the other threads help th
 _SLOTS_PER_LANE = 2
 _CPU_BATCH_BYTES = 32 << 20  # of 16-bit weights: enough that Python costs little
 _CUDA_BATCH_BYTES = 256 << 20
-_CALIBRATED_WEIGHTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # of a batch, whose size decides bytes
+_CALIBRATED_WEIGHTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # of a batch, whose size decides bytes
 _PIECE_BYTES = 8 << 20
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 _MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformers
@@ -34,8 +34,9 @@ _CPU_PER_WEIGHT = 32
 _GPU_FIXED = 112 << 20
 _GPU_PER_WEIGHT = 72
 _PER_ROTATED_WEIGHT = 36
-_PER_CALIBRATED_WEIGHT = 200  # gate and up are rounded as one matrix
+_PER_CALIBRATED_WEIGHT = {"cpu": 200, "cuda": 48}  # gate and up are rounded as one matrix
 _PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
+_PER_DOWN_PRODUCT = 100  # of the same of w2, whose weights take less than those of w13
 _PER_OWN_PRODUCT = 48  # of the same of an expert's w13: H, factors
 _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which exist at a time
 
@@ -258,12 +259,12 @@ def _largest(needs: Iterable[Need]) -> Need:
 
 def cpu_need(planned: MoeLayerPlan) -> Need:
     """Return an upper bound of the host memory of a lane that encodes a layer's experts there, slots included."""
-    return _need(planned, _CPU_FIXED, _CPU_PER_WEIGHT)
+    return _need(planned, _CPU_FIXED, _CPU_PER_WEIGHT, "cpu")
 
 
 def gpu_need(planned: MoeLayerPlan) -> Need:
     """Return an upper bound of a lane's GPU memory."""
-    return _need(planned, _GPU_FIXED, _GPU_PER_WEIGHT)
+    return _need(planned, _GPU_FIXED, _GPU_PER_WEIGHT, "cuda")
 
 
 def pinned_need(planned: MoeLayerPlan) -> Need:
@@ -272,7 +273,7 @@ def pinned_need(planned: MoeLayerPlan) -> Need:
     return _of_batches(planned, Need(1 << 20, expert_bytes))
 
 
-def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
+def _need(planned: MoeLayerPlan, fixed: int, per_weight: int, device: str) -> Need:
     hidden = planned.layer.hidden_size
     inner = planned.layer.intermediate_size
     if not planned.layer.is_linear:
@@ -284,8 +285,8 @@ def _need(planned: MoeLayerPlan, fixed: int, per_weight: int) -> Need:
         fixed += _PER_PRODUCT * hidden**2 + _PER_COLUMN * 2 * hidden
         if not planned.layer.is_linear:
             fixed += _PER_COLUMN * 6 * inner
-            per_expert += _PER_PRODUCT * inner**2 + _PER_OWN_PRODUCT * hidden**2
-        per_weight += _PER_CALIBRATED_WEIGHT
+            per_expert += _PER_DOWN_PRODUCT * inner**2 + _PER_OWN_PRODUCT * hidden**2
+        per_weight += _PER_CALIBRATED_WEIGHT[device]
     return _of_batches(planned, Need(fixed, per_expert + per_weight * hidden * inner))
 
 

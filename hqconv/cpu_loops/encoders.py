@@ -209,55 +209,90 @@ def _group_encoder(code):
 
 @functools.cache
 def column_rounder(code):
-    """Return the compiled loop that rounds the columns of each row one after the other, under the best of C scales.
+    """Return the compiled loop that rounds the columns of each row one after the other, under the best of its scales.
 
-    round_columns(target_NS, expert_N, factor_ESS, groups, limit_bits, loss_N, best_N, number_NS, value_NS): column j
-    is rounded as w_j + Σ_{i<j} M_ij e_i / M_jj, with the errors e of the columns before, and the upper triangular M of
-    the row's expert; the loss is Σ_j (M_jj e_j)² of these. groups: `GroupArrays` [C, N, 1], or [1, N, S] with a scale
-    for each column; scale_2 [N]. Where no loss is finite the row's results stay as they are.
+    round_columns(begin, end, group, target, wanted, bound, limit_bits, scale_range): the rows of all experts from
+    `begin` to `end`. group: `quantized.GroupColumns` of arrays. target, wanted: w and Mᵀ w, [E, S, N]. Column j becomes
+    w_j + Σ_{i<j} M_ij e_i / M_jj, with the errors e of the columns before; the loss, the sum of (M_jj e_j)², must be
+    below `bound`, [E, N]. The scale that fits the best codes is tried last, rounded as `_stored_float` says, unless
+    this has no number.
     """
-    round_weight = _group_rounder(code)
+    try_scale = _scale_trial(code)
 
     @compiled
-    def round_columns(target, expert, factor, groups, limit_bits, loss, best, number, value):
-        num_columns = target.shape[1]
-        last_group = groups.scale.shape[2] - 1
-        numbers = np.empty(num_columns, np.float32)
-        values = np.empty(num_columns, np.float32)
-        for n in range(target.shape[0]):
-            m = factor[expert[n]]
-            loss[n] = np.float32(np.inf)
-            for c in range(groups.scale.shape[0]):
-                lost = np.float32(0)
-                carried = np.zeros(num_columns, np.float32)
-                for j in range(num_columns):
-                    g = min(j, last_group)
-                    scale = groups.scale[c, n, g]
-                    zero = groups.zero[c, n, g]
-                    group = groups.inverse[c, n, g], groups.lowest[c, n, g], scale, zero, scale
-                    wanted = target[n, j] + carried[j] / m[j, j]
-                    _, code_number = round_weight(wanted, limit_bits, group)
-                    numbers[j] = code_number + zero
-                    values[j] = code_number * scale * groups.scale_2[n]
-                    error = (wanted - values[j]) * m[j, j]
-                    lost += error * error
-                    if not lost < loss[n]:
+    def round_columns(begin, end, group, target, wanted, bound, limit_bits, scale_range):
+        _, num_columns, num_rows = target.shape
+        num_scales = group.scales.shape[0]
+        row = np.empty((2, num_columns), np.float32)
+        numbers, values = np.empty((2, num_columns), np.float32)
+        for index in range(begin, end):
+            e, n = divmod(index, num_rows)
+            m = group.factor[min(e, group.factor.shape[0] - 1)]
+            row[0] = target[e, :, n]
+            row[1] = wanted[e, :, n]
+            zero, scale_2 = group.zero[e, :, n], group.scale_2[e, n]
+            least, fitted = np.float32(np.inf), np.float32(0)
+            scale = group.scales[0, e, :, n].copy()
+            for c in range(num_scales + 1):
+                if c < num_scales:
+                    scale[:] = group.scales[c, e, :, n]
+                else:
+                    scale[0] = _stored_float(fitted, scale_range)
+                    if scale[0] == 0:
                         break
-                    difference = target[n, j] - values[j]
-                    for i in range(j + 1, num_columns):
-                        carried[i] += difference * m[j, i]
-                if lost < loss[n]:
-                    loss[n] = lost
-                    best[n] = c
-                    number[n] = numbers
-                    value[n] = values
+                lost, fit = try_scale(
+                    row, m, scale, zero, scale_2, limit_bits, least, numbers, values
+                )
+                if lost < least:
+                    least, fitted = lost, fit
+                    if lost < bound[e, n]:
+                        group.scale[e, n] = scale[0]
+                        group.number[e, :, n] = numbers
+                        group.value[e, :, n] = values
+            group.loss[e, n] += least
 
     return round_columns
 
 
-# --- search for scales
+def _scale_trial(code):
+    round_weight = _group_rounder(code)
 
-TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
+    @compiled
+    def try_scale(row, m, scale_L, zero_L, scale_2, limit_bits, least, numbers, values):
+        """Round a row of target and wanted, [2, S]; return its loss, and the scale that fits its codes.
+
+        At once where it loses more than `least`.
+        """
+        num_columns = row.shape[1]
+        lost = products = squares = np.float32(0)
+        carried = np.zeros(num_columns, np.float32)
+        for j in range(num_columns):
+            g = min(j, scale_L.size - 1)
+            scale, zero = scale_L[g], zero_L[g]
+            both = np.float32(scale * scale_2)
+            inverse = np.float32(1) / both if both != 0 else np.float32(0)
+            group = inverse, np.float64(np.float32(zero * -scale)), scale, zero, scale_2
+            corrected = row[0, j] + carried[j] / m[j, j]
+            _, number = round_weight(corrected, limit_bits, group)
+            numbers[j] = number + zero
+            values[j] = number * scale * scale_2
+            error = (corrected - values[j]) * m[j, j]
+            lost += error * error
+            if not lost < least:
+                break
+            output = row[1, j] - error
+            products += row[1, j] * output
+            squares += output * output
+            difference = row[0, j] - values[j]
+            for i in range(j + 1, num_columns):
+                carried[i] += difference * m[j, i]
+        change = products / squares if squares > 0 else np.float32(0)
+        return lost, np.float32(scale_L[0] * change) if 0.5 < change < 2 else np.float32(0)
+
+    return try_scale
+
+
+# --- search for scales
 
 
 class Searcher(NamedTuple):
@@ -294,7 +329,7 @@ class StepTable(NamedTuple):
     """A `quantization.scale_search.Ladder` for loops.
 
     values: value of each byte of an 8-bit scale, float32 [256]; empty for wider scales, whose multiples are `up` and
-    `down`, rounded as `rounding` says.
+    `down`, rounded as `scale_range` says, see `_stored_float`.
     """
 
     first: int
@@ -304,7 +339,7 @@ class StepTable(NamedTuple):
     values: np.ndarray
     top: int
     no_half: int
-    rounding: int
+    scale_range: tuple[int, float, float]
 
 
 @functools.cache
@@ -500,22 +535,21 @@ def _scale_at(step, ladder, given):
     factor = np.float32(1)
     if step != 1:
         factor = ladder.up[step - 2] if step > 1 else ladder.down[-step - 1]
-    return _stored_float(np.float32(stored * factor), ladder.rounding)
+    return _stored_float(np.float32(stored * factor), ladder.scale_range)
 
 
 @compiled
-def _stored_float(scale, rounding):
-    """Round to the dtype of stored scales, ties to even; 0 where the result is subnormal or infinite there."""
-    stored = scale
-    least = np.float32(2.0**-126)
-    most = np.float32(3.4e38)
-    if rounding != TO_FLOAT32:
-        drop = u32(16) if rounding == TO_BFLOAT16 else u32(13)
+def _stored_float(scale, scale_range):
+    """Round to the dtype of stored scales, ties to even; 0 where it has no such normal number.
+
+    scale_range: of `group_scales.stored_range`.
+    """
+    num_dropped, least, most = scale_range
+    rounded = scale
+    if num_dropped > 0:
+        drop = u32(num_dropped)
         bits = bits_of(scale)
         odd = u32(u32(bits >> drop) & u32(1))
-        rounded = u32(u32(bits + u32(u32(u32(1) << u32(drop - u32(1))) - u32(1))) + odd)
-        stored = float_of(u32(u32(rounded >> drop) << drop))
-    if rounding == TO_FLOAT16:
-        least = np.float32(2.0**-14)
-        most = np.float32(65504)
-    return stored if abs(stored) >= least and abs(stored) <= most else np.float32(0)
+        bits = u32(u32(bits + u32(u32(u32(1) << u32(drop - u32(1))) - u32(1))) + odd)
+        rounded = float_of(u32(u32(bits >> drop) << drop))
+    return rounded if abs(rounded) >= least and abs(rounded) <= most else np.float32(0)

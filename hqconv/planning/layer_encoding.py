@@ -51,7 +51,7 @@ from hqconv.schemas.weight_schema import (
 # tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 4
 # of the results of gptq (`calibration/gptq`): raised by every change of them
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 
 
 def quantizer_version(quantizer: str) -> int:

@@ -14,9 +14,6 @@ import torch
 
 from hqconv.cpu_loops.codes import group_ranges
 from hqconv.cpu_loops.encoders import (
-    TO_BFLOAT16,
-    TO_FLOAT16,
-    TO_FLOAT32,
     GroupArrays,
     StepStart,
     StepTable,
@@ -34,10 +31,17 @@ from hqconv.quantization.group_scales import (
     NearestScales,
     nearest_scales,
     saturation,
+    stored_range,
     two_level_scales,
 )
-from hqconv.quantization.quantized import QuantizedStack, fold_sum, num_groups, per_row
-from hqconv.quantization.scale_search import Ladder, SearchResult, magnitude_bytes, search
+from hqconv.quantization.quantized import (
+    GroupColumns,
+    QuantizedStack,
+    fold_sum,
+    num_groups,
+    per_row,
+)
+from hqconv.quantization.scale_search import MARGIN, Ladder, SearchResult, magnitude_bytes, search
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -221,50 +225,29 @@ def _encode(
 
 
 def round_columns(
-    target: torch.Tensor, scales: GroupScales, factor: torch.Tensor, schema: WeightSchema
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round columns on the CPU; see `hqconv.quantization.triton_sweep.round_columns`."""
-    shape = target.shape
-    total = target.size(0) * target.size(1)
-
-    def rows_of(values: torch.Tensor) -> Array:
-        """Return [C, E, N, L] as [C, R, L]."""
-        return values.contiguous().view(len(values), total, -1).numpy()
-
-    scale = rows_of(scales.scale)
-    inverse = rows_of(scales.inverse().nan_to_num(0.0, 0.0, 0.0))
-    zero = np.zeros_like(scale)
-    lowest = np.zeros(scale.shape)
-    below = scales.lowest()
-    if scales.zero is not None and below is not None:
-        zero = rows_of(scales.zero)
-        lowest = rows_of(below.double())
-    second = _second(scales, total)
-    [weights] = rows_of(target.unsqueeze(0))
-    experts = np.repeat(np.arange(len(target)), shape[1]) * (len(factor) > 1)
-    factors = factor.contiguous().numpy()
-    loss = np.empty(total, np.float32)
-    best = np.zeros(total, np.int64)
-    numbers, values = np.zeros((2, *weights.shape), np.float32)
+    group: GroupColumns,
+    schema: WeightSchema,
+    scale_range: tuple[int, float, float],
+    *,
+    is_first: bool,
+) -> torch.Tensor:
+    """Round the columns of a group on the CPU, see `GroupColumns`; return the change of their values, [E, S, N]."""
+    present = group.value.clone()
+    moved = group.inverse.mT @ group.pull
+    target = present + moved
+    wanted = group.factor.mT @ target
+    margin = float("inf") if is_first else MARGIN
+    bound = ((group.factor.mT @ moved).square().sum(1) + 1e-30) * margin
     loop = column_rounder(schema.code_type)
     limit_bits = limit_bits_of(saturation(schema))
+    arrays: Any = GroupColumns(*(tensor.numpy() for tensor in group))  # type: ignore[arg-type]
+    others = target.numpy(), wanted.numpy(), bound.numpy(), limit_bits, scale_range
 
     def run(rows: slice) -> None:
-        groups = GroupArrays(
-            inverse[:, rows], lowest[:, rows], scale[:, rows], zero[:, rows], second[rows]
-        )
-        out = loss[rows], best[rows], numbers[rows], values[rows]
-        loop(weights[rows], experts[rows], factors, groups, limit_bits, *out)
+        loop(rows.start, rows.stop, arrays, *others)
 
-    in_parts(run, total, _LEAST_ROWS)
-    found = (torch.from_numpy(array) for array in (loss, best, numbers, values))
-    loss_of, best_of, numbers_of, values_of = found
-    return (
-        loss_of.view(shape[:2]),
-        best_of.view(shape[:2]),
-        numbers_of.view(shape),
-        values_of.view(shape),
-    )
+    in_parts(run, group.loss.numel(), _LEAST_ROWS)
+    return group.value - present
 
 
 class _Meter:
@@ -343,7 +326,6 @@ def _step_start(start: GroupScales, floor: torch.Tensor | None, num_rows: int) -
 
 def _step_table(start: GroupScales, ladder: Ladder) -> StepTable:
     dtype = start.stored.dtype
-    roundings = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}
     return StepTable(
         ladder.first,
         np.float32(ladder.limit),
@@ -352,5 +334,5 @@ def _step_table(start: GroupScales, ladder: Ladder) -> StepTable:
         byte_values(dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32),
         ladder.top,
         ladder.no_half,
-        roundings.get(dtype, TO_FLOAT32),
+        stored_range(dtype),
     )

@@ -102,7 +102,7 @@ def stored_values(stored: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_scales(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values to a dtype of stored scales that has a fraction; 8-bit ones saturate."""
+    """Round float32 values to a dtype of stored scales, for e8m0 powers of two; 8-bit ones saturate."""
     if dtype == torch.uint8:
         numbers = values.nan_to_num(0.0).contiguous()
         stored: torch.Tensor = humming().weight.encode_e5m3_scale(numbers)
@@ -111,6 +111,14 @@ def rounded_scales(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         largest = torch.finfo(dtype).max
         values = values.clamp(-largest, largest)
     return values.to(dtype)
+
+
+def stored_range(dtype: torch.dtype) -> tuple[int, float, float]:
+    """Return a dtype of stored scales as low bits of float32 that it lacks, and its least and largest normal number."""
+    if dtype == torch.uint8:
+        return 20, 2.0**-14, 114688.0  # e5m3
+    info = torch.finfo(dtype)
+    return 23 + round(math.log2(info.eps)), info.tiny, info.max
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,19 +275,6 @@ def two_level_scales(
     effective = scales.effective()
     inverse = torch.where(effective.abs() > 0, effective.reciprocal(), 0.0)
     return NearestScales(scales, inverse, limit=saturation(schema))
-
-
-def scales_under(
-    second: torch.Tensor,
-    highest: torch.Tensor,
-    lowest: torch.Tensor,
-    schema: WeightSchema,
-    param_dtype: str,
-) -> GroupScales:
-    """Return 8-bit scales under given second scales, of groups with these ranges, float32 [E, N, G]."""
-    scale = unrounded_scales(highest, lowest, schema)
-    stored = _stored_under(scale, second, schema, param_dtype)
-    return GroupScales(stored, stored_values(stored), None, second)
 
 
 def _second_scales(

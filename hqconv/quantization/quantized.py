@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,6 +112,28 @@ class QuantizedStack:
             )
             for error, power, exact, *outputs in zip(*each, strict=True)
         ]
+
+
+class GroupColumns(NamedTuple):
+    """Columns of a group of E experts' matrices, to be rounded one after the other; float32.
+
+    pull: of the errors of other columns, [E, S, N]; may be overwritten. Times `inverse` it is the change of values that
+    they ask for. factor: upper triangular M, [1 or E, S, S]: an error e of the group costs |Mᵀ e|². scales: to be
+    tried, [C, E, L, N], with L = 1, or S for one scale of each column. zero: [E, L, N]. scale_2: [E, N].
+    Results of rows whose loss falls: number, value: of codes, [E, S, N]. scale: the best one, or the one that fits its
+    codes, [E, N]. loss: [E, N], to which that of the group is added.
+    """
+
+    pull: torch.Tensor
+    inverse: torch.Tensor
+    factor: torch.Tensor
+    scales: torch.Tensor
+    zero: torch.Tensor
+    scale_2: torch.Tensor
+    number: torch.Tensor
+    value: torch.Tensor
+    scale: torch.Tensor
+    loss: torch.Tensor
 
 
 def stack_direct(

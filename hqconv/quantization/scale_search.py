@@ -28,7 +28,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 # Of the upper and the lower end of a range with a zero point.
 _SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
-_MARGIN = 1 - 2.0**-20
+MARGIN = 1 - 2.0**-20  # of a loss that must be beaten
 _ROW_TYPES = ("group", "channel")  # of scales that belong to one row each
 _NUM_FITS = 2  # times that a scale of 16 or 32 bits is fitted to its codes
 
@@ -156,14 +156,17 @@ _NEAR_UP = 8  # steps of 8-bit scales: the most that the limit leaves above
 _NEAR_DOWN = 3  # and the usual ones below
 
 
-def nearby_scales(
-    start: GroupScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+def candidate_scales(
+    start: GroupScales, schema: WeightSchema, param_dtype: str
 ) -> Iterator[tuple[GroupScales, torch.Tensor]]:
     """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
 
-    Without `start` itself, which is step 1. For a search under another measure, for which the bounds of the ladder do
-    not hold. floor: as `ScaleMeter.sweep`.
+    Of zero points ranges with shrunk ends. Without `start` itself, which is step 1. For a search under another measure,
+    for which the bounds of the ladder do not hold.
     """
+    if schema.has_zero_point:
+        yield from _shrunk_ranges(start, schema, param_dtype)
+        return
     ladder = ladder_of(schema, param_dtype)
     up = ladder.num_up
     down = ladder.num_down
@@ -173,18 +176,7 @@ def nearby_scales(
         down = _NEAR_DOWN
     for step in (*range(2, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
-        if floor is not None:
-            valid &= magnitude_bytes(tried.stored) >= floor
         yield tried.where(valid, start), valid
-
-
-def candidate_scales(
-    start: GroupScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[tuple[GroupScales, torch.Tensor]]:
-    """Yield scales near `start`, as `nearby_scales`; of zero points ranges with shrunk ends."""
-    if schema.has_zero_point:
-        return _shrunk_ranges(start, schema, param_dtype)
-    return nearby_scales(start, schema, param_dtype, floor)
 
 
 def sweep_each(
@@ -336,7 +328,7 @@ def _choose(
     meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
 ) -> SearchResult:
     start = meters[0].scales
-    bound = scope_sums([meter.start_errors() for meter in meters], schema) * _MARGIN
+    bound = scope_sums([meter.start_errors() for meter in meters], schema) * MARGIN
 
     def error_of(tried: GroupScales) -> torch.Tensor:
         return scope_sums([meter.errors(tried) for meter in meters], schema)

@@ -15,13 +15,12 @@ import triton
 import triton.language as tl
 
 from hqconv.quantization.coded_matrix import byte_values
-from hqconv.quantization.group_scales import GroupScales
-from hqconv.quantization.scale_search import Ladder, magnitude_bytes
+from hqconv.quantization.group_scales import GroupScales, stored_range
+from hqconv.quantization.quantized import GroupColumns
+from hqconv.quantization.scale_search import MARGIN, Ladder, magnitude_bytes
 from hqconv.schemas.weight_schema import WeightSchema
 
-LAUNCHING = (
-    threading.Lock()
-)  # one thread builds a kernel on its first launch; the others wait and reuse it
+LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch; others reuse it
 
 
 # Headers of kernels are kept short by hand: one parameter a line would be most of them.
@@ -81,6 +80,7 @@ def _fold_groups(terms, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.
     return tl.reshape(terms, (WIDTH,))
 
 
+@functools.cache
 def code_constants(schema: WeightSchema) -> dict[str, int]:
     """Return the constants of the code type for the kernel."""
     kind, bits, exponent, mantissa = schema.code_type
@@ -90,24 +90,30 @@ def code_constants(schema: WeightSchema) -> dict[str, int]:
 
 
 @triton.jit
+def _round_scale(scale, NUM_DROPPED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Round to a dtype of stored scales, see `group_scales.stored_range`; 0 where it has no such number."""
+    if NUM_DROPPED > 0:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits += (1 << (NUM_DROPPED - 1)) - 1 + ((bits >> NUM_DROPPED) & 1)
+        scale = ((bits >> NUM_DROPPED) << NUM_DROPPED).to(tl.float32, bitcast=True)
+    return tl.where((tl.abs(scale) >= LEAST) & (tl.abs(scale) <= MOST), scale, 0.0)
+
+
+@triton.jit
 def _step_scale(
     step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES: tl.constexpr, NUM_DROPPED: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of a step; 0 where there is none. NUM_DROPPED: low bits of float32 that are rounded away."""
+    """Return the scales of a step; 0 where there is none."""
     if HAS_BYTES:
         moved = byte + step - (step > 0).to(tl.int32)
         exists = (moved >= tl.maximum(floor, 1)) & (moved <= top) & (byte <= top)
         scale = tl.load(values + moved, mask=exists, other=0.0)
         scale = tl.where(stored < 0, -scale, scale)
     else:
-        scale = stored * tl.load(factors + (step + num_down))
-        if NUM_DROPPED > 0:
-            bits = scale.to(tl.int32, bitcast=True)
-            bits += (1 << (NUM_DROPPED - 1)) - 1 + ((bits >> NUM_DROPPED) & 1)
-            scale = ((bits >> NUM_DROPPED) << NUM_DROPPED).to(tl.float32, bitcast=True)
-        is_usable = (tl.abs(scale) >= LEAST) & (tl.abs(scale) <= MOST)
-        scale = tl.where(is_usable, scale, 0.0)
+        scale = _round_scale(
+            stored * tl.load(factors + (step + num_down)), NUM_DROPPED, LEAST, MOST
+        )
     return scale
 
 
@@ -228,10 +234,6 @@ def can_sweep(schema: WeightSchema) -> bool:
 
 
 _SWEPT = 1024  # weights in a tile of `sweep`
-_RANGES = {  # of stored scales: low bits of float32 that are rounded away, the least and the largest magnitude
-    torch.bfloat16: (16, 2.0**-126, 3.4e38),
-    torch.float16: (13, 2.0**-14, 65504.0),
-}
 
 
 def sweep(
@@ -259,7 +261,7 @@ def sweep(
     )
     tile = min(triton.next_power_of_2(num_groups), max(1, _SWEPT // size))
     lowest, highest = schema.code_type.bounds
-    dropped, lowest_scale, highest_scale = _RANGES.get(start.stored.dtype, (0, 2.0**-126, 3.4e38))
+    dropped, lowest_scale, highest_scale = stored_range(start.stored.dtype)
     scale_bytes = magnitude_bytes(start.stored).contiguous() if ladder.has_bytes else steps
     _sweep[total, triton.cdiv(num_groups, tile)](
         stack.contiguous().view(torch.int16) if is_bfloat16 else stack.contiguous(),
@@ -324,101 +326,124 @@ def _on(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copied
 
 
-_MOST_ROWS, _MOST_NUMBERS = (
-    128,
-    1 << 14,
-)  # of a program; with 4 warps each thread has one row's columns then
+_ROWS = 32  # of a program: each thread has one row's columns
 
 
 @triton.jit
 def _round_columns(
-    target, scales, zeros, seconds, m, losses, indices, numbers, values, num_rows, m_stride,
+    pull, inverse, m, scales, zeros, seconds, numbers, values, chosen, losses, changes,
+    num_rows, m_stride, pull_stride, out_stride, margin,
     BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_SECOND: tl.constexpr, IS_PER_COLUMN: tl.constexpr, CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    NUM_DROPPED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    LENGTH: tl.constexpr, CANDIDATES: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round some rows of one expert under each candidate, then once more under the best one; see `gptq._round`.
-
-    Rows are next to each other in memory: [E, S, N].
-    """
-    expert, num_experts = tl.program_id(1), tl.num_programs(1)
+    """Round some rows of one expert, as `cpu.round_columns`: under each scale, then the best one, to keep its codes."""
+    expert, num_experts = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)
     is_row = row < num_rows
-    of_expert = expert.to(tl.int64) * num_rows + row
-    first = expert.to(tl.int64) * num_rows * COLUMNS + row
-    second = tl.full((ROWS,), 1.0, tl.float32)
-    if HAS_SECOND:
-        second = tl.load(seconds + of_expert, mask=is_row, other=1.0)
+    is_inside = (column < COLUMNS)[:, None] & is_row[None, :]
+    place = expert * num_rows + row
+    of_scale = expert * num_rows * LENGTH + row
+    pull += expert * pull_stride + row
+    numbers += expert * out_stride + row
+    values += expert * out_stride + row
+    changes += expert * num_rows * COLUMNS + row  # the target until it is rounded
     m += expert * m_stride
-    best, least = tl.full((ROWS,), 0, tl.int64), tl.full((ROWS,), float("inf"), tl.float32)
-    for turn in range(CANDIDATES if CANDIDATES == 1 else CANDIDATES + 1):
-        is_last = turn >= CANDIDATES - (1 if CANDIDATES == 1 else 0)
-        of_candidate = tl.where(is_last, best, turn) * num_experts * num_rows + of_expert
-        scale, zero = second * 0.0, second * 0.0
-        if not IS_PER_COLUMN:
-            scale = tl.load(scales + of_candidate, mask=is_row, other=0.0)
-            if HAS_ZERO:
-                zero = tl.load(zeros + of_candidate, mask=is_row, other=0.0)
+    inverse += expert * m_stride
+    second = tl.load(seconds + place, mask=is_row, other=1.0)
+
+    moved = tl.full((SIZE, ROWS), 0.0, tl.float32)
+    for i in range(COLUMNS):
+        pulled = tl.load(pull + i * num_rows, mask=is_row, other=0.0)
+        by_column = tl.load(inverse + i * COLUMNS + column, mask=column < COLUMNS, other=0.0)
+        moved += pulled[None, :] * by_column[:, None]
+    lines = column[:, None] * num_rows
+    tl.store(changes[None, :] + lines, moved, mask=is_inside)
+    tl.debug_barrier()
+    wanted, asked = tl.full((SIZE, ROWS), 0.0, tl.float32), tl.full((SIZE, ROWS), 0.0, tl.float32)
+    for i in range(COLUMNS):
+        change = tl.load(changes + i * num_rows, mask=is_row, other=0.0)
+        weight = tl.load(values + i * num_rows, mask=is_row, other=0.0) + change
+        tl.store(changes + i * num_rows, weight, mask=is_row)
+        behind = tl.load(
+            m + i * COLUMNS + column, mask=(column >= i) & (column < COLUMNS), other=0.0
+        )
+        wanted += weight[None, :] * behind[:, None]
+        asked += change[None, :] * behind[:, None]
+    tl.store(pull[None, :] + lines, wanted, mask=is_inside)
+    tl.debug_barrier()
+    bound = (tl.sum(asked * asked, axis=0) + 1e-30) * margin
+
+    least, best, fitted = second * float("inf"), second * 0.0, second * 0.0
+    LAST: tl.constexpr = CANDIDATES + 1 if LENGTH == 1 else 0
+    for turn in range(LAST + 1):
+        candidate = of_scale + tl.minimum(turn, CANDIDATES - 1) * num_experts * num_rows * LENGTH
+        scale = tl.load(scales + candidate, mask=is_row, other=0.0)
+        zero = tl.load(zeros + of_scale, mask=is_row, other=0.0)
+        if LENGTH == 1:
+            scale = tl.where(turn == CANDIDATES, fitted, tl.where(turn == LAST, best, scale))
+        is_kept = (least < bound) | (LENGTH > 1)
         carried = tl.full((SIZE, ROWS), 0.0, tl.float32)
-        loss = second * 0.0
+        loss, products, squares = second * 0.0, second * 0.0, second * 0.0
         for j in range(COLUMNS):
-            diagonal, place = tl.load(m + j * COLUMNS + j), first + j * num_rows
-            if IS_PER_COLUMN:
-                scale = tl.load(scales + place, mask=is_row, other=0.0)
-                if HAS_ZERO:
-                    zero = tl.load(zeros + place, mask=is_row, other=0.0)
-            weight = tl.load(target + place, mask=is_row, other=0.0)
+            diagonal = tl.load(m + j * COLUMNS + j)
+            if LENGTH > 1:
+                scale = tl.load(scales + of_scale + j * num_rows, mask=is_row, other=0.0)
+                zero = tl.load(zeros + of_scale + j * num_rows, mask=is_row, other=0.0)
+            weight = tl.load(changes + j * num_rows, mask=is_row, other=0.0)
             corrected = (
                 weight + tl.sum(tl.where((column == j)[:, None], carried, 0.0), axis=0) / diagonal
             )
-            both = scale * second if HAS_SECOND else scale
-            x = (corrected + zero * scale if HAS_ZERO else corrected) / tl.where(
-                both == 0.0, float("inf"), both
-            )
+            both = scale * second
+            x = (corrected + zero * scale) / tl.where(both == 0.0, float("inf"), both)
             _, number = round_to_code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
-            value = (number - zero if HAS_ZERO else number) * scale
-            if HAS_SECOND:
-                value *= second
+            value = (number - zero) * scale * second
             lost = (corrected - value) * diagonal
             loss += lost * lost
-            tl.store(numbers + place, number, mask=is_row & is_last)
-            tl.store(values + place, value, mask=is_row & is_last)
+            output = tl.load(pull + j * num_rows, mask=is_row, other=0.0)
+            products += output * (output - lost)
+            squares += (output - lost) * (output - lost)
+            if turn == LAST:
+                present = tl.load(values + j * num_rows, mask=is_row, other=0.0)
+                change = tl.where(is_kept, value - present, 0.0)
+                tl.store(changes + j * num_rows, change, mask=is_row)
+                tl.store(numbers + j * num_rows, number, mask=is_row & is_kept)
+                tl.store(values + j * num_rows, value, mask=is_row & is_kept)
             behind = tl.load(
                 m + j * COLUMNS + column, mask=(column > j) & (column < COLUMNS), other=0.0
             )
             carried += (weight - value)[None, :] * behind[:, None]
-        wins = (loss < least) & (turn < CANDIDATES)
-        best, least = tl.where(wins, turn, best), tl.where(wins, loss, least)
-    tl.store(losses + of_expert, least, mask=is_row)
-    tl.store(indices + of_expert, best, mask=is_row)
+        is_tried = (turn < CANDIDATES) | ((turn == CANDIDATES) & (scale != 0.0))
+        wins = (loss < least) & is_tried | (LENGTH > 1)
+        least, best = tl.where(wins, loss, least), tl.where(wins, scale, best)
+        change = products / squares
+        fit = _round_scale(scale * change, NUM_DROPPED, LEAST, MOST)
+        fit = tl.where((change > 0.5) & (change < 2.0), fit, 0.0)
+        fitted = tl.where(wins, fit, fitted)
+    tl.store(chosen + place, best, mask=is_row & (least < bound) & (LENGTH == 1))
+    tl.store(losses + place, tl.load(losses + place, mask=is_row) + least, mask=is_row)
 
 
 def round_columns(
-    target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: WeightSchema
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return losses, indices int64 [E, N], numbers and values [E, N, S] of columns [E, N, S] under the best scales.
-
-    scales: of C candidates, [C, E, N, 1], or [1, E, N, S]. m: upper triangular, float32 [1 or E, S, S].
-    """
-    num_experts, num_rows, columns = target.shape
-    target = target.mT.contiguous()
-    numbers, values = torch.empty_like(target), torch.empty_like(target)
-    losses = torch.empty(num_experts, num_rows, device=target.device)
-    indices = torch.empty(num_experts, num_rows, dtype=torch.int64, device=target.device)
-    second = (
-        target
-        if scales.second is None
-        else scales.second.expand(num_experts, num_rows, 1).contiguous()
-    )
-    zero = target if scales.zero is None else scales.zero.mT.contiguous()
-    size = triton.next_power_of_2(columns)
-    rows = max(1, min(_MOST_ROWS, _MOST_NUMBERS // size))
+    group: GroupColumns,
+    schema: WeightSchema,
+    scale_range: tuple[int, float, float],
+    *,
+    is_first: bool,
+) -> torch.Tensor:
+    """Round the columns of a group on a GPU, as `hqconv.quantization.cpu.round_columns`."""
+    num_experts, num_columns, num_rows = group.pull.shape
+    changes = torch.empty(group.pull.shape, device=group.pull.device)
+    dropped, least, most = scale_range
     with LAUNCHING:
-        _round_columns[(triton.cdiv(num_rows, rows), num_experts)](
-            target, scales.scale.mT.contiguous(), zero, second, m.contiguous(), losses, indices, numbers, values,
-            num_rows, 0 if len(m) == 1 else columns * columns,
-            **code_constants(schema), HAS_ZERO=scales.zero is not None, HAS_SECOND=scales.second is not None,
-            IS_PER_COLUMN=scales.scale.size(3) > 1, CANDIDATES=len(scales.scale), COLUMNS=columns, SIZE=size, ROWS=rows,
+        _round_columns[(triton.cdiv(num_rows, _ROWS), num_experts)](
+            *group, changes,
+            num_rows, 0 if len(group.factor) == 1 else num_columns**2,
+            group.pull.stride(0), group.value.stride(0), float("inf") if is_first else MARGIN,
+            **code_constants(schema), NUM_DROPPED=dropped, LEAST=least, MOST=most,
+            LENGTH=group.scales.size(2), CANDIDATES=len(group.scales),
+            COLUMNS=num_columns, SIZE=triton.next_power_of_2(num_columns), ROWS=_ROWS,
+            num_warps=max(1, num_columns // 128), enable_fp_fusion=True,
         )  # fmt: skip
-    return losses, indices, numbers.mT, values.mT
+    return changes

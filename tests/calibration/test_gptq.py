@@ -52,7 +52,7 @@ def test_outputs_lose_less_than_by_rounding(name: str) -> None:
 
 
 # Losses of outputs, of those of rounding: every step of the quantizer gains more than a hundredth of one of them.
-LOSSES = {"int1-g64": 0.1700, "int2-g32-zp": 0.0690, "int3-g64": 0.0657, "int4-g32": 0.0734}
+LOSSES = {"int1-g64": 0.1770, "int2-g32-zp": 0.0685, "int3-g64": 0.0651, "int4-g32": 0.0741}
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -1,4 +1,4 @@
-"""The Triton kernel that sweeps scales, run by Triton's interpreter, gives the bits of torch's operations.
+"""The Triton kernels, run by Triton's interpreter, give the bits of torch's operations, and of the CPU's loop.
 
 In a process of its own: Triton decides when the kernels are loaded whether it interprets them.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from tests.make.places import REPO
 
-SCRIPT = """
+SEARCH = """
 import sys
 import torch
 from hqconv.humming_ops.runtime import resident
@@ -46,19 +46,64 @@ for case in sys.argv[1:]:
     print(case, *(same(*pair) for pair in zip(ours, theirs)))
 """
 
+ROUNDING = """
+import sys
+import torch
+from hqconv.calibration import gptq
+from hqconv.quantization import cpu, triton_sweep
+from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.calibrated import correlated, products_of
+
+def with_gaps(tensor):
+    # a copy with the strides of a part of larger matrices
+    larger = torch.zeros(len(tensor), 3 * tensor.size(1), tensor.size(2))[:, : tensor.size(1)]
+    return larger.copy_(tensor)
+
+class Both:
+    @staticmethod
+    def round_columns(group, *args, **kwargs):
+        names = ("pull", "number", "value")
+        copies = {name: with_gaps(getattr(group, name)) for name in names}
+        theirs = group._replace(**copies, scale=group.scale.clone(), loss=group.loss.clone())
+        change = triton_sweep.round_columns(theirs, *args, **kwargs)
+        ours = cpu.round_columns(group, *args, **kwargs)
+        same.append(torch.equal(theirs.number, group.number))
+        for pair in ((change, ours), (theirs.value, group.value), (theirs.scale, group.scale)):
+            same.append(torch.allclose(*pair, rtol=0, atol=1e-6))
+        same.append(torch.allclose(theirs.loss, group.loss))
+        return ours
+
+gptq.cpu = Both
+for name in sys.argv[1:]:
+    same = []
+    weights = torch.randn(2, 48, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    products = products_of([correlated(600, 128, seed) for seed in (2, 3)])
+    gptq.quantize_by_outputs([weights], resolve_schema(name), "bfloat16", products)
+    print(name, len(same) > 0, all(same))
+"""
+
 
 @pytest.mark.full
-def test_the_sweep_gives_the_bits_of_torch() -> None:
-    """Steps and errors, of each scale and code type."""
-    cases = [
-        "nvfp4:float32",
-        "mxfp4:float32",
-        "fp4-g32-e8m0-row:float32",
-        "int4-g32:bfloat16",
-        "uint4-e4m3:bfloat16",
-    ]
+@pytest.mark.parametrize(
+    ("script", "cases"),
+    [
+        (
+            SEARCH,
+            [
+                "nvfp4:float32",
+                "mxfp4:float32",
+                "fp4-g32-e8m0-row:float32",
+                "int4-g32:bfloat16",
+                "uint4-e4m3:bfloat16",
+            ],
+        ),
+        (ROUNDING, ["int3-g64", "nvfp4", "mxfp4", "int2-g32-zp", "int4"]),
+    ],
+)
+def test_kernels_do_as_the_cpu(script: str, cases: list[str]) -> None:
+    """Steps and errors of a search, of each scale and code type; every step of a calibration, which rounds columns."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", SCRIPT, *cases]
+    command = [sys.executable, "-c", script, *cases]
     done = subprocess.run(
         command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
