@@ -147,8 +147,8 @@ def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
     ("said", "page", "measured"),
     [
         ("from 454 GB to 121 GB", "examples/models.md", "| 454 GB | 121 GB |"),
-        ("3 minutes for Qwen3-30B-A3B, 35 to 51", "examples/models.md", "| 22 and 33 | 35 to 51 |"),
-        ("0.0086 and 0.0047", "quality.md", "| `int4-g32-e4m3` | 4.25 | 0.0086 | 0.0047 |"),
+        ("6 minutes for Qwen3-30B-A3B, 22", "examples/models.md", "| 85, 4.8 GB | 22 |"),
+        ("0.0086 and 0.0046", "quality.md", "| `int4-g32-e4m3` | 4.25 | 0.0086 | 0.0046 |"),
         (
             "and 21,694 for 64; in 16 bits 444 and 27,141",
             "quality.md",

@@ -42,11 +42,13 @@ _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which e
 
 
 # Seconds of processors and of one GPU: for a byte of source that is rounded (docs/performance.md); calibrated, for a
-# weight and column, with 65,536 tokens (two busy cores, 31M and 25M weights; one H200, docs/examples/models.md).
+# weight and column, with 65,536 tokens (two busy cores, 31M and 25M weights; one H200, docs/examples/models.md), and on
+# a GPU, where launches of kernels count, for an expert.
 _CPU_BYTE_S = 1.6e-9
 _GPU_BYTE_S = 1.3e-10
 _CPU_CALIBRATED_S = 1.0e-8
-_GPU_CALIBRATED_S = 3.2e-12
+_GPU_CALIBRATED_S = 1.1e-12
+_GPU_EXPERT_S = 0.04
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Resources:
             columns = gate_up + layer.intermediate_size
             weight_s = _GPU_CALIBRATED_S if is_cuda else _CPU_CALIBRATED_S / self.num_threads
             total += size * columns * weight_s
+            if is_cuda:
+                total += layer.num_experts * _GPU_EXPERT_S
         return total
 
     @property

@@ -194,6 +194,6 @@ def test_the_time_of_a_calibration_on_processors_stands_beside_a_gpus() -> None:
     }
     two = Resources(CPU, GIB, 2)
     assert time_text(plans["rtn"], two) == "about a minute on 2 threads, without downloads"
-    told = "about 3 days on 2 threads, 3 minutes on an H200, without downloads"
+    told = "about 3 days on 2 threads, 5 minutes on an H200, without downloads"
     assert time_text(plans["gptq"], two) == told
     assert two.estimate_s(plans["gptq"], on_gpu=True) > 60
