@@ -17,8 +17,8 @@ Where gradients by the outputs are known, the errors e_m and e_n of two rows cos
 Then each step goes from one block of rows to the next: step 3 makes good the errors of the rows before, step 4 those
 of all others.
 
-torch, and one loop for the columns of a group, compiled or a Triton kernel; a GPU multiplies in TF32. The same bytes for
-the same inputs, number of experts and type of device, not between types.
+torch, and one loop for the columns of a group, compiled or a Triton kernel; a GPU multiplies in TF32. The same bytes
+for the same inputs, number of experts and type of device, not between types.
 Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group, C candidates.
 """
 

@@ -37,7 +37,7 @@ _PER_ROTATED_WEIGHT = 36
 _PER_CALIBRATED_WEIGHT = {"cpu": 200, "cuda": 48}  # gate and up are rounded as one matrix
 _PER_PRODUCT = 150  # of two columns of inputs: sums, drifts, H, factors
 _PER_DOWN_PRODUCT = 100  # of the same of w2, whose weights take less than those of w13
-_PER_OWN_PRODUCT = 48  # of the same of an expert's w13: H, factors
+_PER_OWN_PRODUCT = 40  # of the same of an expert's w13: H, factors
 _PER_COLUMN = 6 << 12  # of 4096 tokens' inputs and intermediate values, which exist at a time
 
 
