@@ -1,7 +1,7 @@
 """Triton kernels: a sweep over the scales of groups, and the rounding of a group's columns for `gptq`, in registers.
 
-The bits are those of the CPU's compiled loops (`cpu_loops.encoders`): weights are decoded in float32, each operation
-is rounded once, differences are squared in float64, and terms are folded in halves.
+The sweep has the bits of the CPU's compiled loops (`cpu_loops.encoders`): weights are decoded in float32, each
+operation is rounded once, differences are squared in float64, and terms are folded in halves.
 Legend: E experts, N output rows, K input columns, G groups along K.
 """
 
