@@ -319,13 +319,13 @@ def _start_scales(rounded: Sequence[QuantizedStack], schema: WeightSchema) -> Gr
     """Return the scales of matrices that lie one above the other, of each row: [E, N, G], second ones [E, N, 1]."""
     each = [scales_of(stack.tensors, schema) for stack in rounded]
     num_rows = [stack.tensors["weight"].size(1) for stack in rounded]
-
     zeros = [scales.zero for scales in each if scales.zero is not None]
     seconds = [scales.second for scales in each if scales.second is not None]
 
     def of_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(tensors, num_rows, strict=True)
-        return torch.cat([each.repeat_interleave(n // each.size(1), 1) for each, n in pairs], 1)
+        repeated = [tensor.repeat_interleave(n // tensor.size(1), 1) for tensor, n in pairs]
+        return torch.cat(repeated, 1)
 
     stored = of_rows([bits_of(scales.stored) for scales in each])
     return GroupScales(

@@ -42,6 +42,7 @@ _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
+_PINNED_BYTES = 1 << 26  # of a tensor at most: torch keeps pinned memory, in powers of two
 _LARGE_BYTES = 1 << 20  # of memory that goes back to the system as soon as it is free
 _LOGITS_OF_GRADIENTS = 6  # of a pass at a time, in float32, with probabilities and gradients
 _LOADING_FACTOR = 3.25  # memory of a stage while transformers joins its experts: 3.0 was measured
@@ -59,7 +60,8 @@ class _StoredTensor:
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         """Return all values on the CPU."""
-        return read_tensor(self._source, self._ref, pin_memory=self._device.type == "cuda")
+        is_pinned = self._device.type == "cuda" and self._ref.num_bytes <= _PINNED_BYTES
+        return read_tensor(self._source, self._ref, pin_memory=is_pinned)
 
     def get_dtype(self) -> str:
         """Return the dtype's name in safetensors."""

@@ -237,14 +237,14 @@ def round_columns(
     target = present + moved
     wanted = group.factor.mT @ target
     margin = float("inf") if is_first else MARGIN
-    bound = ((group.factor.mT @ moved).square().sum(1) + 1e-30) * margin
+    bound = ((group.factor.mT @ moved).square().sum(1) + 1e-37) * margin
     loop = column_rounder(schema.code_type)
     limit_bits = limit_bits_of(saturation(schema))
     arrays: Any = GroupColumns(*(tensor.numpy() for tensor in group))  # type: ignore[arg-type]
-    others = target.numpy(), wanted.numpy(), bound.numpy(), limit_bits, scale_range
+    given = target.numpy(), wanted.numpy(), bound.numpy(), limit_bits, scale_range
 
     def run(rows: slice) -> None:
-        loop(rows.start, rows.stop, arrays, *others)
+        loop(rows.start, rows.stop, arrays, *given)
 
     in_parts(run, group.loss.numel(), _LEAST_ROWS)
     return group.value - present
